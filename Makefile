@@ -1,0 +1,51 @@
+# `make` lists what can be made. Everything runs in .venv, built from pyproject.toml and constraints.txt.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+RECIPE ?= tiny-llama
+ARGS ?=
+
+# The interpreter that .venv is made from: make setup PYTHON=/path/to/python3.11
+ifndef PYTHON
+PYTHON := $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print(sys.executable)' 2>/dev/null)))
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## build .venv with everything that training and testing need
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "cleave_dask needs Python 3.11 or newer, found: $$("$(PYTHON)" --version 2>/dev/null || echo none)." >&2; \
+		echo "Install one, then: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "installing cleave-dask[train,dev] and its dependencies into $(VENV); the first time takes minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
+train: setup ## train a tiny Llama on four device processes of this machine (RECIPE=tiny-opt ARGS="--steps 50")
+	@$(BIN)/cleave train $(RECIPE) $(ARGS)
+
+test: lint ## check style and types, then run unit, cluster and short chaos tests (ARGS="-k tiles")
+	$(BIN)/python -m pytest -m "unit or cluster or chaos" $(ARGS)
+
+lint: setup ## check style (ruff) and types (mypy)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: setup ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: setup ## measure seconds per step against plain torch
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean: ## remove .venv, caches and build output; checkpoints stay
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,148 @@
+"""What a step costs beyond its arithmetic: an unshaped local fleet beside plain torch on the same cores, in one run.
+
+    python benchmarks/overhead.py [--steps 5] [--devices 2] [--json out.json]
+
+Prints seconds per step of both, their ratio, where the rest goes, and the server's peak memory beside what plain torch
+holds for the same step: weights, optimizer state and saved activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cleave_dask.formatting import duration, quantity
+from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.simulation.local import LocalFleet
+
+HIDDEN, LAYERS, BATCH, LENGTH, VOCABULARY = 1024, 4, 4, 512, 8192
+
+
+def model() -> LlamaForCausalLM:
+    """The model of the comparison, always the same."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=2816,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    """Random tokens, the same for both systems."""
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def plain_torch(steps: int) -> tuple[list[float], list[float], int]:
+    """Seconds and loss of each step in this process, and the bytes that a step holds."""
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    seconds, losses, saved = [], [], 0
+    for step in range(steps):
+        start = perf_counter()
+        held: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = module(**batch(step)).loss
+        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        saved = sum(size for pointer, size in held.items() if pointer not in weights)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(perf_counter() - start)
+        losses.append(float(loss))
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    return seconds, losses, parameters + state + saved
+
+
+def fleet(steps: int, devices: int) -> tuple[list[float], list[float], list[dict[str, float]], int]:
+    """Seconds, loss and breakdown of each step on device processes, and the server's peak resident bytes."""
+    module = model()
+    with LocalFleet(devices) as local, local.get_client() as client:
+        trainer = Trainer(module, torch.optim.AdamW(module.parameters(), lr=1e-4), client)
+        seconds, losses = [], []
+        for step in range(steps):
+            start = perf_counter()
+            losses.append(trainer.step(**batch(step)))
+            seconds.append(perf_counter() - start)
+        peak = peak_memory(local.server_pid)
+        return seconds, losses, [record["spent"] for record in trainer.records], peak
+
+
+def peak_memory(pid: int) -> int:
+    """Peak resident bytes of a process, as Linux counts them."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no peak memory in /proc/{pid}/status")
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The result, to look at."""
+    times = Table("system", "seconds per step", "ratio", title=result["setting"])
+    times.add_row("plain torch", f"{result['torch_seconds']:.2f}", "1.00")
+    times.add_row("cleave_dask", f"{result['seconds']:.2f}", f"{result['ratio']:.2f}")
+    rest = Table("where", "seconds", title="Where a step goes (sums over devices; they overlap)")
+    for name, seconds in result["spent"].items():
+        rest.add_row(name, duration(seconds))
+    memory = Table("memory", "bytes", title="Memory")
+    memory.add_row("plain torch: weights, optimizer state, saved activations", quantity(result["torch_bytes"], "B"))
+    memory.add_row("server: peak resident", quantity(result["server_bytes"], "B"))
+    memory.add_row("ratio", f"{result['memory_ratio']:.2f}")
+    return [times, rest, memory]
+
+
+def main() -> None:
+    """Run both, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    seconds, losses, spent, peak = fleet(options.steps, options.devices)
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch_seconds, torch_losses, held = plain_torch(options.steps)
+    difference = max(abs(a - b) for a, b in zip(losses, torch_losses, strict=True))
+    result = {
+        "setting": f"Llama, hidden {HIDDEN}, {LAYERS} layers, {BATCH} x {LENGTH} tokens, {options.devices} devices",
+        "torch_seconds": median(torch_seconds[1:]),
+        "seconds": median(seconds[1:]),
+        "ratio": median(seconds[1:]) / median(torch_seconds[1:]),
+        "spent": {name: median(one[name] for one in spent[1:]) for name in spent[-1]},
+        "torch_bytes": held,
+        "server_bytes": peak,
+        "memory_ratio": peak / held,
+        "loss_difference": difference,
+    }
+    console = Console()
+    for table in tables(result):
+        console.print(table)
+    console.print(f"largest difference of the loss: {difference:.1e}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

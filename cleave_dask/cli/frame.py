@@ -1,0 +1,143 @@
+"""What all commands share: options, errors as one line with their exit code, quiet logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from cleave_dask.cli.interrupts import EXIT_CODE, Interrupts
+from cleave_dask.errors import CleaveError
+from cleave_dask.resources import graphs_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_DEBUG = "cleave_dask.debug"
+
+
+class CleaveGroup(click.Group):
+    """A group whose commands end with one line on stderr and an exit code, whoever calls it: `cleave` or `dask`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        with Interrupts() as interrupts:
+            ctx.obj = interrupts
+            try:
+                return super().invoke(ctx)
+            except (click.exceptions.Exit, click.exceptions.Abort, click.ClickException):
+                raise
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left; so do we
+                ctx.exit(1)
+            except (KeyboardInterrupt, Exception) as error:
+                if ctx.meta.get(_DEBUG):
+                    traceback.print_exc()
+                if interrupts.count or isinstance(error, KeyboardInterrupt):
+                    click.echo("interrupted", err=True)
+                    ctx.exit(EXIT_CODE)
+                known = next((cause for cause in _causes(error) if isinstance(cause, CleaveError)), None)
+                click.echo(f"error: {known or _unexpected(error)}", err=True)
+                ctx.exit(known.exit_code if known else 1)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from: Dask wraps what goes wrong while a cluster starts."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _unexpected(error: BaseException) -> str:
+    """An error that is not one of ours, for a person."""
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("cleave_dask"):
+        return f"this command needs {error.name}; install it with: pip install 'cleave-dask[train]'"
+    if isinstance(error, OSError):
+        return str(error)
+    return f"{type(error).__name__}: {error}; set CLEAVE_DEBUG=1 to see where it comes from"
+
+
+def debug_option(function: Function) -> Function:
+    """`--debug`, before or after the name of the command."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_DEBUG] = True
+
+    return click.option(
+        "--debug",
+        is_flag=True,
+        envvar="CLEAVE_DEBUG",
+        expose_value=False,
+        callback=remember,
+        help="Show where an error comes from.",
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    """`--json`: for programs."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, nothing else.")(function)
+
+
+def recipe_argument(function: Function) -> Function:
+    """The recipe: a file, or the name of one that ships with the package."""
+    return click.argument("recipe", metavar="RECIPE", shell_complete=_complete_recipe)(function)
+
+
+def fleet_option(*, required: bool, explain: str) -> Callable[[Function], Function]:
+    """The fleet: a file, or the name of one that ships with the package."""
+    return click.option("--fleet", metavar="FLEET", required=required, shell_complete=_complete_fleet, help=explain)
+
+
+def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return _completions("", incomplete)
+
+
+def _complete_fleet(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return _completions("fleets", incomplete)
+
+
+def _completions(folder: str, incomplete: str) -> list[CompletionItem]:
+    """Names that ship with the package, then files."""
+    names = sorted(path.stem for path in (graphs_folder() / folder).glob("*.toml"))
+    shipped = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return shipped or [CompletionItem(incomplete, type="file")]
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line of stdout, at once."""
+    click.echo(json.dumps(value))
+
+
+def on_terminal() -> bool:
+    """Whether stdout is a terminal that can redraw a line."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def make_console() -> Console:
+    """A rich console on stdout: no colours and no control characters unless it is a terminal."""
+    from rich.console import Console
+
+    if on_terminal():
+        return Console(highlight=False)
+    return Console(force_terminal=False, color_system=None, highlight=False, width=100, soft_wrap=True)
+
+
+def quiet_logs() -> None:
+    """Keep Dask's logs off the terminal unless something is wrong; what the user configured wins.
+
+    To be called before `distributed` is imported, which is when it reads this. Processes of a fleet have log files.
+    """
+    import dask.config
+
+    if not any(dask.config.get(key, None) for key in ("logging", "distributed.logging", "logging-file-config")):
+        names = ("distributed", "distributed.client", "distributed.gc", "asyncio")
+        dask.config.set({"logging": dict.fromkeys(names, "error")})

@@ -1,0 +1,116 @@
+"""`cleave plan` and `cleave profile`: numbers before anything runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cleave_dask.cli.frame import debug_option, fleet_option, json_option, make_console, print_json, recipe_argument
+from cleave_dask.formatting import duration, quantity
+
+if TYPE_CHECKING:
+    from cleave_dask.planning.values import Plan
+
+
+@click.command()
+@recipe_argument
+@fleet_option(required=True, explain="The devices: a file, or a name such as lab-8.")
+@json_option
+@debug_option
+def plan(recipe: str, fleet: str, as_json: bool) -> None:
+    """Predict one training step of RECIPE on a fleet.
+
+    Nothing is trained: it needs neither weights nor data nor devices.
+    """
+    from cleave_dask.fleet.devices import Fleet
+    from cleave_dask.graph.recipes import Recipe
+
+    what, where = Recipe.load(recipe), Fleet.load(fleet)
+
+    from cleave_dask.graph.building import build_model, example_batch
+    from cleave_dask.graph.capture import capture
+    from cleave_dask.planning.planner import plan as make_plan
+
+    graph = capture(build_model(what, device="meta"), **example_batch(what))
+    made = make_plan(graph, where)
+    if as_json:
+        print_json(_plan_json(made))
+        return
+    click.echo(str(what))
+    click.echo(str(where))
+    _print_plan(made, len(graph.gemms), len(where))
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan's attributes; of the tiles, which can be a million, their number."""
+    return {
+        "seconds": plan.seconds,
+        "bound_seconds": plan.bound_seconds,
+        "binding": plan.binding,
+        "tiles": len(plan.tiles),
+        "devices_used": plan.devices_used,
+        "down_bytes": plan.down_bytes,
+        "up_bytes": plan.up_bytes,
+        "peak_memory": dict(plan.peak_memory),
+    }
+
+
+def _print_plan(plan: Plan, gemms: int, devices: int) -> None:
+    from rich.table import Table
+
+    served = gemms - len(plan.by_gemm)
+    fullest = max(plan.peak_memory, key=lambda name: plan.peak_memory[name])
+    ratio = f" ({plan.seconds / plan.bound_seconds:.3g} x the bound)" if plan.bound_seconds else ""
+    table = Table(show_header=False)
+    for row in (
+        ("seconds", f"{duration(plan.seconds)}{ratio}"),
+        ("bound_seconds", duration(plan.bound_seconds)),
+        ("binding", plan.binding),
+        ("devices_used", f"{plan.devices_used:,} of {devices:,}"),
+        ("tiles", f"{len(plan.tiles):,} of {len(plan.by_gemm):,} gemms; {served:,} more stay on the server"),
+        ("down_bytes", quantity(plan.down_bytes, "B")),
+        ("up_bytes", quantity(plan.up_bytes, "B")),
+        ("peak_memory", f"{quantity(plan.peak_memory[fullest], 'B')} on {fullest}"),
+    ):
+        table.add_row(*row)
+    make_console().print(table)
+
+
+@click.command()
+@json_option
+@debug_option
+def profile(as_json: bool) -> None:
+    """Measure this machine as a device.
+
+    The speed of its kernel, its memory and its cores, as an entry for a fleet file.
+    """
+    from dask.system import CPU_COUNT
+    from distributed.system import MEMORY_LIMIT
+
+    from cleave_dask import config
+    from cleave_dask.fleet.devices import WORKER_DEFAULTS
+    from cleave_dask.runtime.kernels import load_kernel, measure_flops, use_threads
+
+    kernel = load_kernel(config.get("device.kernel"))
+    use_threads(CPU_COUNT)
+    facts: dict[str, Any] = {
+        "name": socket.gethostname(),
+        "kernel": kernel.name,
+        "cores": CPU_COUNT,
+        "flops": measure_flops(kernel, seconds=1.0),
+        "memory": MEMORY_LIMIT,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    click.echo(f"# {facts['name']}: kernel {facts['kernel']} on {facts['cores']} cores. As an entry of a fleet file:")
+    click.echo("[[device]]")
+    click.echo(f"name = {json.dumps(facts['name'])}")
+    click.echo(f'flops = "{quantity(facts["flops"], "FLOP/s")}"   # measured, float32')
+    click.echo(f'memory = "{quantity(facts["memory"], "B")}"   # all of it; lower it to what you lend')
+    for side in ("down", "up"):
+        click.echo(f'{side} = "{quantity(8 * WORKER_DEFAULTS[side], "bit/s")}"   # not measured; put in your own')
+    click.echo(f'latency = "{duration(WORKER_DEFAULTS["latency"])}"   # not measured; put in your own')

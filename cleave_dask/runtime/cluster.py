@@ -1,0 +1,68 @@
+"""What a client asks of a cluster before it works on it: is the plugin there, the one server, at least one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client
+from distributed.comm import CommClosedError
+
+from cleave_dask._version import __version__
+from cleave_dask.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster that can train: the server's address and the devices with what they told of themselves."""
+
+    server: str
+    devices: dict[str, dict[str, Any]]
+
+
+def inspect(client: Client) -> Cluster:
+    """The cluster behind `client`, or a ClusterError that says what it lacks."""
+    facts = _facts(client)
+    if facts["version"] != __version__:
+        raise ClusterError(
+            f"the scheduler runs cleave-dask {facts['version']}, this client {__version__}; install the same version"
+        )
+    servers: dict[str, dict[str, Any]] = facts["server"]
+    if not servers:
+        raise ClusterError(
+            "no server has joined this scheduler; start one with `cleave serve`, or "
+            "`dask worker ADDRESS --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0`"
+        )
+    if len(servers) > 1:
+        raise ClusterError(
+            f"{len(servers)} servers have joined where one is expected ({', '.join(sorted(servers))}); stop all but one"
+        )
+    if not facts["device"]:
+        raise ClusterError(_no_devices(sorted(facts["stranger"])))
+    (server,) = servers.values()
+    return Cluster(server["address"], facts["device"])
+
+
+def _facts(client: Client) -> dict[str, Any]:
+    scheduler: Any = client.scheduler
+    try:
+        facts: dict[str, Any] | None = client.sync(scheduler.cleave_info)
+    except (CommClosedError, OSError) as error:
+        raise ClusterError(f"the scheduler at {scheduler.address} does not answer: {error}") from error
+    if facts is None:  # what Dask answers to a call that it does not know
+        raise ClusterError(
+            "the scheduler does not know cleave; start it with `cleave serve` or "
+            "`dask scheduler --preload cleave_dask.runtime.scheduler`"
+        )
+    return facts
+
+
+def _no_devices(strangers: list[str]) -> str:
+    remedy = "start one with `dask worker ADDRESS --preload cleave_dask.runtime.device`"
+    if strangers:
+        return (
+            f"no device has joined, but {len(strangers)} workers without the package "
+            f"have ({', '.join(strangers[:5])}); "
+            f"install cleave-dask there and {remedy}"
+        )
+    return f"no device has joined this scheduler; {remedy}"

@@ -1,0 +1,172 @@
+"""The device's side: pull operand slices, multiply, push the tile. Preload of a stock worker.
+
+    dask worker ADDRESS --preload cleave_dask.runtime.device
+
+A device talks to the scheduler and to the server, over connections that it opens itself; it never takes data from
+anyone else, and it needs no torch unless its kernel is torch. While one tile is multiplied, the operands of the next
+come down and the result of the last goes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from distributed import Reschedule, Worker, get_worker
+from distributed.protocol import to_serialize
+from distributed.system import MEMORY_LIMIT
+
+from cleave_dask import config
+from cleave_dask._version import __version__
+from cleave_dask.runtime.kernels import Kernel, load_kernel, measure_flops, use_threads
+from cleave_dask.runtime.tiles import SliceName, TileSpec, slice_names
+
+logger = logging.getLogger(__name__)
+
+_DATA_CALLS = ("get_data", "gather", "update_data")
+"""Calls by which other workers would fetch from this one, or put data on it: a device takes none of them."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+async def run_tile(spec: TileSpec, server: str) -> dict[str, float]:
+    """Device task: one tile, from its operands to the server's receipt."""
+    device: DeviceRuntime = get_worker().extensions["cleave"]
+    return await device.run(spec, server)
+
+
+@dataclass
+class SliceCache:
+    """Operand slices on this device: each fetched once, kept while there is room, oldest out first."""
+
+    limit: int  # bytes
+    held: OrderedDict[SliceName, asyncio.Future[Array]] = field(default_factory=OrderedDict)
+    bytes: int = 0
+
+    def find(self, name: SliceName) -> asyncio.Future[Array] | None:
+        """The slice, if it is here or on its way."""
+        if name in self.held:
+            self.held.move_to_end(name)
+        return self.held.get(name)
+
+    def add(self, name: SliceName, arriving: asyncio.Future[Array]) -> None:
+        """Remember a slice that was asked for; slices of steps before it are of no more use."""
+        stale = [other for other in self.held if other[0] == name[0] and other[1] < name[1]]
+        for other in stale:
+            self.drop(other)
+        self.held[name] = arriving
+        arriving.add_done_callback(lambda done: self._arrived(name, done))
+
+    def drop(self, name: SliceName) -> None:
+        """Let go of a slice."""
+        gone = self.held.pop(name)
+        if gone.done() and not gone.cancelled() and gone.exception() is None:
+            self.bytes -= gone.result().nbytes
+
+    def _arrived(self, name: SliceName, done: asyncio.Future[Array]) -> None:
+        if self.held.get(name) is not done:
+            return
+        if done.cancelled() or done.exception() is not None:
+            del self.held[name]
+            return
+        self.bytes += done.result().nbytes
+        for other in list(self.held):
+            if self.bytes <= self.limit:
+                break
+            if other != name and self.held[other].done():
+                self.drop(other)
+
+
+class DeviceRuntime:
+    """What a device keeps between tiles: its kernel, its slices, the one thread that multiplies."""
+
+    def __init__(self, worker: Worker, kernel: Kernel, cores: int, memory: int) -> None:
+        self.worker = worker
+        self.kernel = kernel
+        self.cache = SliceCache(min(config.nbytes("device.cache"), memory // 4))
+        self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
+        use_threads(cores)
+
+    async def run(self, spec: TileSpec, server: str) -> dict[str, float]:
+        """Pull, multiply, push; the receipt says how long each took and how many bytes moved."""
+        start = perf_counter()
+        try:
+            operands = await asyncio.gather(*(self.slice(server, name) for name in slice_names(spec)))
+            pulled = perf_counter()
+            results, seconds = await asyncio.get_running_loop().run_in_executor(
+                self.multiplier, self._multiply, spec, operands
+            )
+            multiplied = perf_counter()
+            answer = await self.worker.rpc(server).cleave_push(
+                run=spec.run,
+                step=spec.step,
+                job=spec.job,
+                tile=spec.tile,
+                device=str(self.worker.name),
+                pull_seconds=pulled - start,
+                compute_seconds=seconds,
+                arrays=[to_serialize(result) for result in results],
+            )
+        except OSError as error:
+            logger.warning("Tile %s of job %s could not reach the server: %s", spec.tile, spec.job, error)
+            await asyncio.sleep(0.1)
+            raise Reschedule from error
+        if not answer["accepted"]:
+            logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
+            raise Reschedule
+        return {"pull": pulled - start, "compute": seconds, "push": perf_counter() - multiplied}
+
+    async def slice(self, server: str, name: SliceName) -> Array:
+        """An operand slice: from this device's memory, from a fetch under way, or from the server."""
+        arriving = self.cache.find(name)
+        if arriving is None:
+            arriving = asyncio.ensure_future(self._fetch(server, name))
+            self.cache.add(name, arriving)
+        return await asyncio.shield(arriving)
+
+    async def _fetch(self, server: str, name: SliceName) -> Array:
+        run, step, job, operand, first, second = name
+        answer = await self.worker.rpc(server).cleave_pull(
+            run=run, step=step, job=job, operand=operand, first=first, second=second
+        )
+        parts: list[Array] = answer["parts"]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=answer["axis"])
+
+    def _multiply(self, spec: TileSpec, operands: Sequence[Array]) -> tuple[tuple[Array, ...], float]:
+        start = perf_counter()
+        results = self.kernel.run(spec.kind, operands, dtype=spec.dtype, causal=spec.causal, scale=spec.scale)
+        return results, perf_counter() - start
+
+
+async def dask_setup(worker: Worker) -> None:
+    """Make a stock worker a device: its kernel, its window of tiles in flight, what it tells the scheduler."""
+    kernel = load_kernel(config.get("device.kernel"))
+    cores = worker.state.nthreads
+    memory = (worker.memory_manager.memory_limit or MEMORY_LIMIT) - worker.monitor.proc.memory_info().rss
+    runtime = DeviceRuntime(worker, kernel, cores, memory)
+    worker.extensions["cleave"] = runtime
+    for call in _DATA_CALLS:
+        worker.handlers.pop(call, None)
+    flops = await asyncio.get_running_loop().run_in_executor(runtime.multiplier, measure_flops, kernel)
+    facts = {
+        "role": "device",
+        "version": __version__,
+        "kernel": kernel.name,
+        "flops": flops,
+        "memory": memory,
+        "cores": cores,
+    }
+    worker.startup_information["cleave"] = lambda _: facts
+    worker.state.nthreads = int(config.get("device.window"))
+
+
+def dask_teardown(worker: Worker) -> None:
+    """Stop the multiplying thread."""
+    worker.extensions["cleave"].multiplier.shutdown(wait=False, cancel_futures=True)

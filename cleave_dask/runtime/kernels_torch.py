@@ -1,0 +1,43 @@
+"""The kernel on torch's CPU products and flash attention; imported only where it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cleave_dask.runtime.wire import Array, check_operands, to_wire
+from cleave_dask.runtime.wire_torch import from_wire
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class TorchKernel:
+    """The kernel of devices that have torch anyway; see `kernels.Kernel`."""
+
+    name = "torch"
+
+    def run(
+        self, kind: str, arrays: Sequence[Array], *, dtype: str, causal: bool = False, scale: float | None = None
+    ) -> tuple[Array, ...]:
+        """The result of a tile; see `kernels.Kernel`."""
+        check_operands(kind, arrays, dtype)
+        half_logsumexp = kind == "attention_backward" and dtype in ("float16", "bfloat16")
+        dtypes = [dtype] * (len(arrays) - 1) + ["float32" if half_logsumexp else dtype]
+        operands = [from_wire(array, name) for array, name in zip(arrays, dtypes, strict=True)]
+        with torch.inference_mode():
+            results = _run(kind, operands, causal, scale)
+            return tuple(to_wire(result.contiguous()) for result in results)
+
+
+def _run(kind: str, operands: Sequence[torch.Tensor], causal: bool, scale: float | None) -> tuple[torch.Tensor, ...]:
+    if kind == "gemm":
+        return (torch.mm(*operands),)
+    if kind == "bmm":
+        return (torch.bmm(*operands),)
+    if kind == "attention":
+        results: tuple[torch.Tensor, ...] = _ATTENTION(*operands, 0.0, causal, scale=scale)
+    else:
+        results = _ATTENTION_BACKWARD(*operands, 0.0, causal, scale=scale)
+    return results

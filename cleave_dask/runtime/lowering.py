@@ -1,0 +1,231 @@
+"""Lowering: a planned step graph becomes a Dask graph of blocked gemms.
+
+Each distributed gemm is a `dask.array.Array` whose blocks are its tiles (or are put together from them where the tiles
+are no grid or split k). Between them stand the server's rounds. The whole step travels as one small expression that
+the scheduler expands, so that a step of 50,000 tiles costs the client next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask._expr import Expr
+from dask.core import flatten
+from dask.highlevelgraph import HighLevelGraph
+from dask.typing import Key
+
+from cleave_dask.graph.ir import Gemm, Range, StepGraph
+from cleave_dask.planning.values import Plan, Tile
+from cleave_dask.runtime.device import run_tile
+from cleave_dask.runtime.rounds import Schedule, schedule
+from cleave_dask.runtime.tasks import OrderedTask, finish_step, read_block, run_round
+from cleave_dask.runtime.tiles import TileSpec
+
+
+@dataclass(frozen=True, slots=True)
+class JobSkeleton:
+    """What the scheduler must know of a job."""
+
+    kind: str
+    dtype: str
+    causal: bool
+    scale: float | None
+    cuts: np.ndarray[Any, np.dtype[np.int32]]  # one row per tile: rows, cols, ks as start and stop
+    devices: tuple[str | None, ...]  # the planned device of each tile
+    after: tuple[int, ...]
+    rank: int
+
+    def specs(self, run: str, step: int, job: int) -> Iterator[TileSpec]:
+        """The tiles of this job in one step."""
+        for number, (r0, r1, c0, c1, k0, k1) in enumerate(self.cuts.tolist()):
+            yield TileSpec(
+                run, step, job, number, self.kind, self.dtype, (r0, r1), (c0, c1), (k0, k1), self.causal, self.scale
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A step without its arithmetic: which tasks there are and what each waits for."""
+
+    rounds: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # (jobs, after, rank) of each round
+    jobs: tuple[JobSkeleton, ...]
+
+    def tasks(self, run: str, step: int) -> dict[Key, OrderedTask]:
+        """The Dask graph of one step; its last task is `finish_key(run, step)`."""
+        graph: dict[Key, OrderedTask] = {}
+        waited: set[int] = set()
+        for number, job in enumerate(self.jobs):
+            graph.update(job_tasks(job, run, step, number))
+            waited.update(job.after)
+        for number, (jobs, after, rank) in enumerate(self.rounds):
+            key = round_key(run, step, number)
+            order = [round_key(run, step, other) for other in after]
+            for index in jobs:
+                order.extend(tile_key(run, step, index, tile) for tile in range(len(self.jobs[index].cuts)))
+            waited.update(after)
+            graph[key] = OrderedTask(key, run_round, run, step, number, after=order, rank=rank)
+        last = [round_key(run, step, number) for number in range(len(self.rounds)) if number not in waited]
+        key = finish_key(run, step)
+        rank = 1 + max(rank for _, _, rank in self.rounds)
+        graph[key] = OrderedTask(key, finish_step, run, step, after=last, rank=rank)
+        return graph
+
+
+def job_tasks(job: JobSkeleton, run: str, step: int, number: int) -> Iterator[tuple[Key, OrderedTask]]:
+    """One task per tile of a job."""
+    order = [round_key(run, step, other) for other in job.after]
+    for spec, device in zip(job.specs(run, step, number), job.devices, strict=True):
+        key = tile_key(run, step, number, spec.tile)
+        rank = job.rank + spec.tile
+        yield key, OrderedTask(key, run_tile, spec, after=order, place="device", rank=rank, device=device)
+
+
+def tile_key(run: str, step: int, job: int, tile: int) -> Key:
+    """Dask key of a tile."""
+    return (f"tile-{run}-{step}", job, tile)
+
+
+def round_key(run: str, step: int, number: int) -> Key:
+    """Dask key of a round."""
+    return (f"round-{run}-{step}", number)
+
+
+def finish_key(run: str, step: int) -> str:
+    """Dask key of the end of a step, whose result is the step's record."""
+    return f"finish-{run}-{step}"
+
+
+class StepExpression(Expr):
+    """One step as the client submits it: a skeleton and a number, expanded into tasks on the scheduler."""
+
+    _parameters = ["run", "step", "skeleton"]  # noqa: RUF012  # an instance variable to Expr
+
+    def __new__(cls, run: str, step: int, skeleton: Skeleton, **kwargs: Any) -> StepExpression:
+        """Name it by run and step, so that Dask need not hash the skeleton."""
+        kwargs.setdefault("_determ_token", f"{run}-{step}")
+        expression: StepExpression = super().__new__(cls, run, step, skeleton, **kwargs)
+        return expression
+
+    def __dask_keys__(self) -> list[Key]:
+        """The one key that the client waits for."""
+        return [finish_key(self.run, self.step)]
+
+    def _layer(self) -> dict[Key, OrderedTask]:
+        tasks: dict[Key, OrderedTask] = self.skeleton.tasks(self.run, self.step)
+        return tasks
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step ready to run: the program, its rounds and jobs, and the skeleton that the scheduler gets."""
+
+    graph: StepGraph
+    plan: Plan
+    schedule: Schedule
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """What travels to the scheduler."""
+        return Skeleton(
+            rounds=tuple((r.jobs, r.after, r.rank) for r in self.schedule.rounds),
+            jobs=tuple(job_skeleton(j.gemm, j.tiles, j.after, j.rank) for j in self.schedule.jobs),
+        )
+
+    def expression(self, run: str, step: int) -> StepExpression:
+        """The step as it is submitted."""
+        return StepExpression(run, step, self.skeleton)
+
+    def tasks(self, run: str = "preview", step: int = 0) -> dict[Key, OrderedTask]:
+        """The Dask graph of the step, as the scheduler will expand it."""
+        return self.skeleton.tasks(run, step)
+
+    def array(self, gemm: str, run: str = "preview", step: int = 0) -> da.Array:
+        """One distributed gemm as a Dask array: look at its `.chunks`, `.visualize()` it."""
+        for number, job in enumerate(self.schedule.jobs):
+            if job.gemm.name == gemm:
+                return _array(job.gemm, job.tiles, self.tasks(run, step), (run, step, number))
+        raise KeyError(f"'{gemm}' is not distributed; the distributed gemms are in `.arrays`")
+
+    @property
+    def arrays(self) -> Mapping[str, da.Array]:
+        """Every distributed gemm as a Dask array, by name."""
+        return {job.gemm.name: self.array(job.gemm.name) for job in self.schedule.jobs}
+
+
+def lower(graph: StepGraph, plan: Plan) -> Lowered:
+    """Turn a planned step into the Dask graph that runs it."""
+    return Lowered(graph, plan, schedule(graph, plan))
+
+
+def job_skeleton(gemm: Gemm, tiles: tuple[Tile, ...], after: tuple[int, ...], rank: int) -> JobSkeleton:
+    """The compact form of a job."""
+    cuts = np.array([(*tile.rows, *tile.cols, *tile.ks) for tile in tiles], dtype=np.int32)
+    devices = tuple(tile.device for tile in tiles)
+    return JobSkeleton(gemm.kind, gemm.dtype, gemm.causal, gemm.scale, cuts, devices, after, rank)
+
+
+def grid_of(tiles: Iterable[Tile]) -> tuple[list[Range], list[Range]] | None:
+    """Row and column ranges if the tiles form a grid (k may be split), else None."""
+    cells = {(tile.rows, tile.cols) for tile in tiles}
+    rows, cols = sorted({row for row, _ in cells}), sorted({col for _, col in cells})
+    apart = all(a[1] == b[0] for spans in (rows, cols) for a, b in pairwise(spans))
+    return (rows, cols) if apart and len(cells) == len(rows) * len(cols) else None
+
+
+def block_tasks(
+    name: str,
+    tiles: tuple[Tile, ...],
+    grid: tuple[list[Range], list[Range]],
+    of: tuple[str, int, int],
+    *,
+    dimensions: int = 2,
+) -> dict[Key, OrderedTask]:
+    """The server tasks that hand out a gathered gemm block by block."""
+    run, step, job = of
+    tasks: dict[Key, OrderedTask] = {}
+    for i, rows in enumerate(grid[0]):
+        for j, cols in enumerate(grid[1]):
+            needed = [
+                tile_key(run, step, job, number)
+                for number, tile in enumerate(tiles)
+                if overlaps(tile.rows, rows) and overlaps(tile.cols, cols)
+            ]
+            key: tuple[Key, ...] = (name, i, j, *(0 for _ in range(dimensions - 2)))
+            tasks[key] = OrderedTask(key, read_block, run, step, job, rows, cols, after=needed)
+    return tasks
+
+
+def overlaps(one: Range, other: Range) -> bool:
+    """Whether two ranges share anything."""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _array(gemm: Gemm, tiles: tuple[Tile, ...], tasks: dict[Key, OrderedTask], of: tuple[str, int, int]) -> da.Array:
+    name = f"{gemm.name}-{of[0]}-{of[1]}"
+    grid = grid_of(tiles) or ([(0, gemm.m)], [(0, gemm.n)])
+    shape = (gemm.m, gemm.n) if gemm.kind == "gemm" else gemm.outputs[0].shape
+    blocks = block_tasks(name, tiles, grid, of, dimensions=len(shape))
+    wanted = _closure({**tasks, **blocks}, blocks)
+    layers = HighLevelGraph({name: wanted}, {name: set()})
+    widths = (shape[0] // gemm.m, shape[1] // gemm.n)  # rows and columns of the array per row and column of the cuboid
+    chunks = [tuple(w * (stop - start) for start, stop in spans) for w, spans in zip(widths, grid, strict=True)]
+    dtype = np.dtype("uint16" if gemm.dtype == "bfloat16" else gemm.dtype)
+    return da.Array(layers, name, (*chunks, *((extent,) for extent in shape[2:])), dtype=dtype)
+
+
+def _closure(tasks: dict[Key, OrderedTask], wanted: Iterable[Key]) -> dict[Key, OrderedTask]:
+    """The tasks that `wanted` stand on, themselves included."""
+    found: dict[Key, OrderedTask] = {}
+    stack = list(flatten(wanted, container=list))
+    while stack:
+        key = stack.pop()
+        if key not in found:
+            found[key] = tasks[key]
+            stack.extend(tasks[key].dependencies)
+    return found

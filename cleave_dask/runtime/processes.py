@@ -1,0 +1,173 @@
+"""Starting the processes of a fleet on this machine: scheduler, server, devices. Each is a stock `dask` command.
+
+Every process writes a log of its own and ends with this one, also when this one is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from distributed.deploy.spec import ProcessInterface, SpecCluster
+
+from cleave_dask import config
+from cleave_dask.errors import ClusterError
+from cleave_dask.runtime.parent import VARIABLE
+
+START_TIMEOUT = 120.0
+"""Seconds within which all processes must have joined; importing torch on a busy machine takes a while."""
+
+_QUIET = {
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "2s",
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+}
+"""Many Dask processes share this machine: monitors that cost 3 % of a core each are slowed down."""
+
+_WATCHED = ("--preload", "cleave_dask.runtime.parent")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class DaskProcess(ProcessInterface):
+    """A `dask ...` process with its own log file."""
+
+    def __init__(self, name: str, folder: str, arguments: Iterable[str], environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self.name = name
+        self.log = Path(folder) / f"{name}.log"
+        self._arguments = tuple(arguments)
+        self._environment = environment
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the process; it joins in its own time."""
+        environment = {**os.environ, **_QUIET, **self._environment, VARIABLE: str(os.getpid())}
+        with self.log.open("wb") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "dask", *self._arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others
+            )
+        await super().start()
+
+    async def close(self) -> None:
+        """End the process: politely first, since a stopped or busy one may not listen."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self.process.wait(), 2)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        await super().close()
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was started and has ended."""
+        return self.process is not None and self.process.returncode is not None
+
+    def explain(self) -> str:
+        """The end of its log."""
+        return f"{self.name}: " + "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+class SchedulerProcess(DaskProcess):
+    """The scheduler; it has started once it has written down where it listens."""
+
+    def __init__(self, folder: str, host: str, port: int, dashboard: str) -> None:
+        self._file = Path(folder) / "scheduler.json"
+        arguments = (
+            *("scheduler", "--host", host, "--port", str(port), "--scheduler-file", str(self._file)),
+            *("--dashboard-address", dashboard, *_WATCHED, "--preload", "cleave_dask.runtime.scheduler"),
+        )
+        super().__init__("scheduler", folder, arguments, {})
+
+    async def start(self) -> None:
+        """Start the process and wait for its address."""
+        await super().start()
+        while True:
+            try:
+                self.address = json.loads(self._file.read_text())["address"]
+                return
+            except (OSError, ValueError):
+                if self.dead:
+                    raise ClusterError(f"the scheduler did not start; its log ends with\n{self.explain()}") from None
+                await asyncio.sleep(0.05)
+
+
+class WorkerProcess(DaskProcess):
+    """The server or a device: a stock Dask worker without a nanny."""
+
+    def __init__(self, scheduler: str, *, name: str, folder: str, options: Iterable[str], threads: int) -> None:
+        command = ("worker", scheduler, "--name", name, "--no-nanny", "--no-dashboard", "--local-directory", folder)
+        command += _WATCHED
+        super().__init__(name, folder, (*command, *options), dict.fromkeys(_THREADS, str(threads)))
+
+
+class ServedCluster(SpecCluster):
+    """A scheduler and a server on this machine, and workers given as {name: (options of `dask worker`, threads)}."""
+
+    def __init__(
+        self,
+        workers: Mapping[str, tuple[Iterable[str], int]] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        dashboard: str = ":0",
+        name: str = "ServedCluster",
+    ) -> None:
+        self.folder = mkdtemp(prefix="cleave-")
+        self.server_name = str(config.get("server.name"))
+        options = ("--nthreads", "1", "--memory-limit", "0", "--preload", "cleave_dask.runtime.server")
+        everyone = {self.server_name: (options, os.cpu_count() or 1), **(workers or {})}
+        address = {"folder": self.folder, "host": host, "port": port, "dashboard": dashboard}
+        super().__init__(
+            workers={worker: self._spec(worker, *how) for worker, how in everyone.items()},
+            scheduler={"cls": SchedulerProcess, "options": address},
+            name=name,
+            silence_logs=False,
+        )
+        try:
+            self.sync(self._joined, set(everyone))
+        except BaseException:
+            self.close()
+            raise
+
+    def _spec(self, name: str, options: Iterable[str], threads: int) -> dict[str, Any]:
+        described = {"name": name, "folder": self.folder, "options": tuple(options), "threads": threads}
+        return {"cls": WorkerProcess, "options": described}
+
+    async def _joined(self, wanted: set[str]) -> None:
+        """Wait until everyone has joined; a process that died on the way is shown with its log."""
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT
+        while True:
+            comm: Any = self.scheduler_comm
+            info = await comm.identity()
+            missing = wanted - {str(worker["name"]) for worker in info["workers"].values()}
+            if not missing:
+                return
+            dead = [worker for worker in self.workers.values() if worker.dead]
+            if dead or asyncio.get_running_loop().time() > deadline:
+                logs = "\n".join(worker.explain() for worker in dead or self.workers.values())
+                raise ClusterError(f"{len(missing)} of {len(wanted)} processes did not join:\n{logs}")
+            await asyncio.sleep(0.05)
+
+    def pid(self, name: str) -> int:
+        """Process id of a worker of this cluster."""
+        pid: int = self.workers[name].process.pid
+        return pid
+
+    @property
+    def server_pid(self) -> int:
+        """Process id of the server."""
+        return self.pid(self.server_name)

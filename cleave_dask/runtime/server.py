@@ -1,0 +1,191 @@
+"""The server's side: a Dask worker that keeps models, hands out operand slices and takes in tiles. Preload.
+
+    dask worker ADDRESS --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0
+
+Weights, optimizer state and activations live in this process. Devices reach it with `cleave_pull` and `cleave_push`;
+the client with the other `cleave_*` calls; its own Dask tasks run the rounds of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from distributed import Worker
+from distributed.protocol import to_serialize
+
+from cleave_dask._version import __version__
+from cleave_dask.errors import StepError
+from cleave_dask.graph.ir import Gemm, Range, StepGraph
+from cleave_dask.planning.values import Plan, Tile
+from cleave_dask.runtime.lowering import lower
+from cleave_dask.runtime.optimizers import unpack
+from cleave_dask.runtime.server_gathering import Array, TileRejected
+from cleave_dask.runtime.server_products import Blocks, Product, joined
+from cleave_dask.runtime.server_saving import restore_training, save_training
+from cleave_dask.runtime.server_training import Settings, Training
+from cleave_dask.runtime.wire import to_wire
+from cleave_dask.runtime.wire_torch import from_wire
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class ServerRuntime:
+    """Everything the server keeps, by the name of the run it belongs to."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.trainings: dict[str, Training] = {}
+        self.products: WeakValueDictionary[str, Product] = WeakValueDictionary()  # Dask owns them, as task results
+        self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
+        calls: tuple[Callable[..., Any], ...] = (
+            self.cleave_pull,
+            self.cleave_push,
+            self.cleave_open,
+            self.cleave_put,
+            self.cleave_optimizer,
+            self.cleave_program,
+            self.cleave_begin,
+            self.cleave_get,
+            self.cleave_names,
+            self.cleave_save,
+            self.cleave_restore,
+            self.cleave_close,
+        )
+        worker.handlers.update({call.__name__: call for call in calls})
+
+    # What devices call
+
+    async def cleave_pull(
+        self, run: str, step: int, job: int, operand: int, first: Range, second: Range
+    ) -> dict[str, Any]:
+        """An operand slice."""
+        ranges = ((first[0], first[1]), (second[0], second[1]))
+        parts, axis = await self._off_loop(self._run(run).slice, step, job, operand, ranges)
+        return {"parts": [to_serialize(part) for part in parts], "axis": axis}
+
+    async def cleave_push(
+        self,
+        run: str,
+        step: int,
+        job: int,
+        tile: int,
+        device: str,
+        arrays: list[Array],
+        pull_seconds: float,
+        compute_seconds: float,
+    ) -> dict[str, Any]:
+        """A tile from a device, with how long it waited for operands and how long it multiplied."""
+        timing = {"pull": pull_seconds, "compute": compute_seconds}
+        try:
+            await self._off_loop(self._run(run).accept, step, job, tile, arrays, timing)
+        except (TileRejected, StepError) as error:
+            logger.warning("Tile %s of job %s from %s rejected: %s", tile, job, device, error)
+            return {"accepted": False, "why": str(error)}
+        return {"accepted": True}
+
+    # What the client calls
+
+    def cleave_open(self, run: str, settings: dict[str, Any], random_state: bytes) -> None:
+        """A new training, still without weights."""
+        self.trainings[run] = Training(run, Settings(**settings), random_state)
+
+    def cleave_put(self, run: str, name: str, array: Array, dtype: str, role: str) -> None:
+        """One weight or buffer; `role` is "param", "frozen" or "buffer"."""
+        tensor = from_wire(array, dtype).clone()  # the frames of a message are read-only
+        weight = torch.nn.Parameter(tensor, requires_grad=role == "param") if role != "buffer" else tensor
+        self._training(run).weights[name] = weight
+
+    def cleave_optimizer(self, run: str, packed: bytes) -> None:
+        """The optimizer and learning rate schedule over the weights that are here."""
+        training = self._training(run)
+        training.optimizer, training.lr_schedule = unpack(packed, training.weights)
+
+    def cleave_program(self, run: str, graph: str, plan: Plan) -> None:
+        """The program of a step and where its tiles go."""
+        self._training(run).load(lower(StepGraph.from_json(graph), plan))
+
+    def cleave_begin(self, run: str, step: int, batch: dict[str, tuple[Array, str]]) -> None:
+        """Start a step on a batch: an array and its dtype for each source."""
+        tensors = {source: from_wire(array, dtype) for source, (array, dtype) in batch.items()}
+        self._training(run).begin(step, tensors)
+
+    def cleave_names(self, run: str) -> list[str]:
+        """Names of all weights and buffers."""
+        return list(self._training(run).weights)
+
+    def cleave_get(self, run: str, name: str) -> dict[str, Any]:
+        """One weight or buffer as it is now."""
+        tensor = self._training(run).weights[name].detach()
+        return {"array": to_serialize(to_wire(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    async def cleave_save(self, run: str, folder: str, keep: int) -> dict[str, Any]:
+        """Write weights and optimizer state to a checkpoint."""
+        return await self._off_loop(save_training, self._training(run), folder, keep)
+
+    async def cleave_restore(self, run: str, folder: str, step: int | None) -> dict[str, Any]:
+        """Read weights and optimizer state from a checkpoint."""
+        return await self._off_loop(restore_training, self._training(run), folder, step)
+
+    def cleave_close(self, run: str) -> None:
+        """Forget a run."""
+        training = self.trainings.pop(run, None)
+        if training is not None and training.store is not None:
+            training.store.close()
+
+    # What its own Dask tasks call
+
+    def run_round(self, run: str, step: int, number: int) -> None:
+        """One round of a step."""
+        with torch.no_grad():
+            self._training(run).run_round(step, number)
+
+    def finish_step(self, run: str, step: int) -> dict[str, Any]:
+        """The end of a step."""
+        return self._training(run).finish(step)
+
+    def read_block(self, run: str, step: int, job: int, rows: Range, cols: Range) -> Array:
+        """One block of a gathered gemm."""
+        return self._run(run).gathering(job).block(rows, cols)
+
+    def stage_product(self, run: str, gemm: Gemm, tiles: Sequence[Tile], a: Blocks, b: Blocks) -> Product:
+        """Offer a product's operands to devices for as long as Dask keeps it."""
+        product = Product(run, gemm, tiles, {"a": joined(a, gemm.dtype), "b": joined(b, gemm.dtype)})
+        self.products[run] = product
+        return product
+
+    # Inside
+
+    def _run(self, run: str) -> Training | Product:
+        found = self.trainings.get(run) or self.products.get(run)
+        if found is None:
+            raise StepError(f"the server knows no run '{run}'; it was closed, or the server has restarted")
+        return found
+
+    def _training(self, run: str) -> Training:
+        training = self._run(run)
+        assert isinstance(training, Training)
+        return training
+
+    async def _off_loop(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Numpy and torch work in a thread, so that the event loop stays free for transfers."""
+        return await asyncio.get_running_loop().run_in_executor(self.copies, work, *args)
+
+
+def dask_setup(worker: Worker) -> None:
+    """Make a stock worker the server."""
+    worker.extensions["cleave"] = ServerRuntime(worker)
+    facts = {"role": "server", "version": __version__}
+    worker.startup_information["cleave"] = lambda _: facts
+
+
+def dask_teardown(worker: Worker) -> None:
+    """Stop the copying threads."""
+    worker.extensions["cleave"].copies.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,179 @@
+"""Slicing operands for devices and gathering the tiles that come back, one job at a time.
+
+The order in which partial products along k are added is fixed by the tiles, never by who is first to deliver: the sum
+is the same bit for bit whatever the devices do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+
+from cleave_dask.graph.ir import Gemm, Operand, Range
+from cleave_dask.planning.cost import extent
+from cleave_dask.planning.values import Tile
+from cleave_dask.runtime.interpreter import empty_output
+from cleave_dask.runtime.wire import to_wire, wire_dtype
+from cleave_dask.runtime.wire_torch import from_wire
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class TileRejected(Exception):
+    """A pushed tile that does not fit what was asked for."""
+
+
+def operand_slice(
+    gemm: Gemm, number: int, ranges: tuple[Range, Range], read: Callable[[str], torch.Tensor]
+) -> tuple[list[Array], int]:
+    """The parts of an operand's slice, ready to send, and the axis along which the device joins them."""
+    operand = gemm.inputs[number]
+    spans = ranges if gemm.kind == "gemm" else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
+    parts = [
+        to_wire(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)
+    ]
+    return parts, operand.axis
+
+
+def _parts_within(operand: Operand, spans: tuple[Range, Range]) -> Iterator[tuple[int, tuple[Range, Range]]]:
+    """Which parts of a joined operand a slice touches, and where within each."""
+    start = 0
+    for index, part in enumerate(operand.parts):
+        stop = start + part.shape[operand.axis]
+        low, high = max(spans[operand.axis][0], start), min(spans[operand.axis][1], stop)
+        if low < high:
+            inner = (low - start, high - start)
+            yield index, (inner, spans[1]) if operand.axis == 0 else (spans[0], inner)
+        start = stop
+
+
+def _narrow(tensor: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:
+    """A view of a tensor cut along its first axes."""
+    for axis, (start, stop) in enumerate(spans):
+        if axis < tensor.ndim:
+            tensor = tensor.narrow(axis, start, stop - start)
+    return tensor
+
+
+def _heads(gemm: Gemm, shape: tuple[int, ...], groups: Range) -> Range:
+    """The second-axis range of a batched operand: heads of these groups; all of it for a plain batched product."""
+    if gemm.kind == "bmm":
+        return 0, shape[1]
+    ratio = shape[1] // gemm.n
+    return groups[0] * ratio, groups[1] * ratio
+
+
+class Gathering:
+    """The outputs of one job as they fill up; each tile is taken exactly once."""
+
+    def __init__(self, gemm: Gemm, tiles: Sequence[Tile]) -> None:
+        self.gemm = gemm
+        self.tiles = tiles
+        self.outputs = [empty_output(value) for value in gemm.outputs]
+        self.accepted: set[int] = set()
+        self._early: dict[int, list[torch.Tensor]] = {}
+        self._waiting, self._followers = _chains(tiles)
+        self._lock = Lock()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tile has come."""
+        return len(self.accepted) == len(self.tiles)
+
+    def accept(self, number: int, arrays: Sequence[Array]) -> bool:
+        """Take a tile; False if it was taken before. Raises TileRejected if it is not what was asked for."""
+        tensors = [
+            self._checked(array, shape, dtype)
+            for array, (shape, dtype) in zip(arrays, self._expected(number, len(arrays)), strict=True)
+        ]
+        with self._lock:
+            if number in self.accepted:
+                return False
+            self.accepted.add(number)
+            self._early[number] = tensors
+            ready = [number] if self._waiting[number] == 0 else []
+            while ready:
+                current = ready.pop()
+                self._add(self.tiles[current], self._early.pop(current))
+                for follower in self._followers[current]:
+                    self._waiting[follower] -= 1
+                    if self._waiting[follower] == 0 and follower in self._early:
+                        ready.append(follower)
+            return True
+
+    def _expected(self, number: int, count: int) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each array of a tile."""
+        if not 0 <= number < len(self.tiles):
+            raise TileRejected(f"tile {number} of a job of {len(self.tiles)} tiles")
+        gemm, tile = self.gemm, self.tiles[number]
+        if gemm.kind == "gemm":
+            wanted = [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
+        else:
+            wanted = [
+                ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
+                for value in gemm.outputs
+            ]
+        if len(wanted) != count:
+            raise TileRejected(f"{count} arrays for a tile of {len(wanted)}")
+        return wanted
+
+    def _checked(self, array: Array, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != wire_dtype(dtype):
+            given = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise TileRejected(f"{given} where {wire_dtype(dtype)} {shape} was asked for")
+        return from_wire(array, dtype)
+
+    def _add(self, tile: Tile, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the first tile of a place along k, add the later ones."""
+        first = tile.ks[0] == 0
+        for place, piece in self._places(tile, tensors):
+            if first:
+                place.copy_(piece)
+            else:
+                place.add_(piece)
+
+    def _places(self, tile: Tile, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Where each piece of a tile goes in the outputs."""
+        if self.gemm.kind != "gemm":
+            for output, tensor in zip(self.outputs, tensors, strict=True):
+                yield _narrow(output, (tile.rows, _heads(self.gemm, tuple(output.shape), tile.cols))), tensor
+            return
+        joined = Operand(self.gemm.outputs, axis=self.gemm.out_axis)
+        done = 0
+        for index, spans in _parts_within(joined, (tile.rows, tile.cols)):
+            width = extent(spans[joined.axis])
+            yield _narrow(self.outputs[index], spans), tensors[0].narrow(joined.axis, done, width)
+            done += width
+
+    def finish(self, read: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+        """The complete outputs, biases added."""
+        for output, bias in zip(self.outputs, self.gemm.biases, strict=False):
+            if bias is not None:
+                output.add_(read(bias.name))
+        return self.outputs
+
+    def block(self, rows: Range, cols: Range) -> Array:
+        """A copy of one block of the first output."""
+        if self.gemm.kind != "gemm":
+            cols = _heads(self.gemm, self.gemm.outputs[0].shape, cols)
+        spans = (rows, cols)
+        return np.array(to_wire(_narrow(self.outputs[0], spans)))
+
+
+def _chains(tiles: Sequence[Tile]) -> tuple[list[int], list[list[int]]]:
+    """For each tile how many earlier ones along k it must wait for, and which later ones wait for it."""
+    waiting = [0] * len(tiles)
+    followers: list[list[int]] = [[] for _ in tiles]
+    if all(tile.ks[0] == 0 for tile in tiles):
+        return waiting, followers
+    cuts = np.array([(*tile.rows, *tile.cols, tile.ks[0]) for tile in tiles])
+    for number, (r0, r1, c0, c1, k0) in enumerate(cuts):
+        later = (cuts[:, 4] > k0) & (cuts[:, 0] < r1) & (r0 < cuts[:, 1]) & (cuts[:, 2] < c1) & (c0 < cuts[:, 3])
+        followers[number] = np.flatnonzero(later).tolist()
+        for follower in followers[number]:
+            waiting[follower] += 1
+    return waiting, followers

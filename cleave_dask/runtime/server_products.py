@@ -1,0 +1,43 @@
+"""One product of two dask arrays, as the server keeps it while its tiles are out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cleave_dask.graph.ir import Gemm, Range
+from cleave_dask.planning.values import Tile
+from cleave_dask.runtime.server_gathering import Array, Gathering, operand_slice
+
+Blocks = Sequence[Sequence[Any]]
+"""The blocks of a dask array, row by row."""
+
+
+class Product:
+    """The operands of C = A B and the tiles of C that have come back. Dask holds it as a task result."""
+
+    def __init__(self, name: str, gemm: Gemm, tiles: Sequence[Tile], operands: dict[str, Array]) -> None:
+        self.name = name
+        self.gemm = gemm
+        self._operands = {key: torch.from_numpy(array) for key, array in operands.items()}
+        self._gathering = Gathering(gemm, tiles)
+
+    def slice(self, step: int, job: int, operand: int, ranges: tuple[Range, Range]) -> tuple[list[Array], int]:
+        """The slice of an operand that a device asks for."""
+        return operand_slice(self.gemm, operand, ranges, self._operands.__getitem__)
+
+    def accept(self, step: int, job: int, tile: int, arrays: list[Array], timing: dict[str, float]) -> bool:
+        """Take a tile that a device pushed; False if it is here already."""
+        return self._gathering.accept(tile, arrays)
+
+    def gathering(self, job: int) -> Gathering:
+        """Where the tiles are put together."""
+        return self._gathering
+
+
+def joined(blocks: Blocks, dtype: str) -> Array:
+    """A grid of blocks as one array."""
+    return np.ascontiguousarray(np.block([[np.asarray(block) for block in row] for row in blocks]), dtype=dtype)

@@ -1,0 +1,59 @@
+"""Saving a training to its store and bringing it back: weights, buffers, optimizer, schedule, random state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cleave_dask._version import __version__
+from cleave_dask.runtime.optimizers import restore, state_arrays, to_stored, to_tensor
+from cleave_dask.runtime.server_training import Training
+from cleave_dask.runtime.store import Expectation, State, TileStore
+
+_WEIGHTS = "weights/"
+
+
+def save_training(training: Training, folder: str, keep: int) -> dict[str, Any]:
+    """Write the state between two steps; visible only when it is whole."""
+    arrays, optimizer = state_arrays(training.optimizer, training.lr_schedule, _names(training))
+    arrays = {**arrays, **{_WEIGHTS + name: to_stored(tensor) for name, tensor in training.weights.items()}}
+    document = {
+        "step": training.updates,
+        "version": __version__,
+        "optimizer": optimizer,
+        "random_state": training.random_state.hex(),
+    }
+    _store(training, folder, keep).save(training.updates, State(arrays, document))
+    return {"step": training.updates}
+
+
+def restore_training(training: Training, folder: str, step: int | None) -> dict[str, Any]:
+    """Take over a saved state; if anything about it does not fit, the training stays as it was."""
+    own = {
+        _WEIGHTS + name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in training.weights.items()
+    }
+    state = TileStore(folder).load(step, expect=Expectation(own))
+    document = state.document
+    others = {name: array for name, array in state.arrays.items() if not name.startswith(_WEIGHTS)}
+    restore(training.optimizer, training.lr_schedule, _names(training), others, document["optimizer"])
+    with torch.no_grad():
+        for name, tensor in training.weights.items():
+            tensor.copy_(to_tensor(state.arrays[_WEIGHTS + name]))
+    training.updates = document["step"]
+    training.random_state = bytes.fromhex(document["random_state"])
+    return {"step": training.updates}
+
+
+def _names(training: Training) -> dict[torch.Tensor, str]:
+    return {tensor: name for name, tensor in training.weights.items()}
+
+
+def _store(training: Training, folder: str, keep: int) -> TileStore:
+    """The store that this training writes to; its lock is held until the training is closed."""
+    if training.store is None or str(training.store.folder) != folder:
+        if training.store is not None:
+            training.store.close()
+        training.store = TileStore(folder, keep=keep)
+    return training.store

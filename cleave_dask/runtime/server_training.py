@@ -1,0 +1,283 @@
+"""One model under training, as the server keeps it: weights, optimizer state, and the values of the step in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from cleave_dask.errors import StepError
+from cleave_dask.graph.ir import Gemm, Range, StepGraph, Value
+from cleave_dask.runtime.interpreter import run_gemm, run_op
+from cleave_dask.runtime.lowering import Lowered
+from cleave_dask.runtime.rounds import Round
+from cleave_dask.runtime.server_gathering import Array, Gathering, operand_slice
+from cleave_dask.runtime.store import TileStore
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How gradients become an update."""
+
+    clip_norm: float | None = None  # largest norm of all gradients together
+    accumulate: int = 1  # micro-batches whose gradients are averaged into one update
+
+
+@dataclass
+class Counters:
+    """What one step moved; the record that the client gets."""
+
+    down_bytes: int = 0
+    up_bytes: int = 0
+    tiles: int = 0
+    retries: int = 0
+    rejected: int = 0
+    spent: Counter[str] = field(default_factory=Counter)  # seconds, by what they went into
+    started: float = field(default_factory=perf_counter)
+
+
+class Training:
+    """Weights, buffers and optimizer of one model, and the program that trains it."""
+
+    def __init__(self, name: str, settings: Settings, random_state: bytes) -> None:
+        self.name = name
+        self.settings = settings
+        self.random_state = random_state  # torch's, as it is between two steps
+        self.weights: dict[str, torch.Tensor] = {}  # parameters and buffers by their full name
+        self.store: TileStore | None = None  # where it is saved, once it has been
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.lr_schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.lowered: Lowered | None = None
+        self.updates = 0  # optimizer updates done
+        self.step = -1  # the step in flight: one pass over one micro-batch
+        self.values: dict[str, Any] = {}
+        self.counters = Counters()
+        self._losses: list[float] = []
+        self._readers: dict[str, int] = {}
+        self._gatherings: dict[int, Gathering] = {}
+        self._deaths: list[list[set[str]]] = []
+        self._constants: dict[str, torch.Tensor] = {}
+        self._lock = Lock()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the weights."""
+        assert self._optimizer is not None, "the client sends the optimizer before anything else can happen"
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def graph(self) -> StepGraph:
+        """The program."""
+        assert self.lowered is not None
+        return self.lowered.graph
+
+    def load(self, lowered: Lowered) -> None:
+        """Take a program and its plan; the next step runs it."""
+        self.lowered = lowered
+        self.values.clear()
+        self._deaths = [_deaths(lowered.graph, this) for this in lowered.schedule.rounds]
+        self._constants = {
+            item.source: _constant(lowered.graph.constants[item.source], item.value)
+            for item in lowered.graph.inputs
+            if item.kind == "constant"
+        }
+
+    def begin(self, step: int, batch: Mapping[str, torch.Tensor]) -> None:
+        """Start a step on a batch; whatever an unfinished step left behind is dropped."""
+        assert self.lowered is not None
+        self.step = step
+        if not self._losses:
+            self.counters = Counters()
+        self._gatherings = {}
+        torch.set_rng_state(torch.frombuffer(bytearray(self.random_state), dtype=torch.uint8))
+        self._readers = dict(self.lowered.schedule.readers)
+        sources = {"param": self.weights, "buffer": self.weights, "batch": batch, "constant": self._constants}
+        self.values = {item.value.name: sources[item.kind][item.source] for item in self.graph.inputs}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A value of the step in flight."""
+        tensor: torch.Tensor = self.values[name]
+        return tensor
+
+    def slice(self, step: int, job: int, operand: int, ranges: tuple[Range, Range]) -> tuple[list[Array], int]:
+        """The slice of an operand that a device asks for."""
+        self._check_step(step)
+        start = perf_counter()
+        parts, axis = operand_slice(self._job_gemm(job), operand, ranges, self.read)
+        with self._lock:
+            self.counters.spent.update(slice=perf_counter() - start)
+            self.counters.down_bytes += sum(part.nbytes for part in parts)
+        return parts, axis
+
+    def accept(self, step: int, job: int, tile: int, arrays: list[Array], timing: dict[str, float]) -> bool:
+        """Take a tile that a device pushed; False if it is here already."""
+        self._check_step(step)
+        start = perf_counter()
+        fresh = self.gathering(job).accept(tile, arrays)
+        with self._lock:
+            self.counters.spent.update(timing, gather=perf_counter() - start)
+            self.counters.up_bytes += sum(array.nbytes for array in arrays)
+            self.counters.tiles += fresh
+            self.counters.retries += not fresh
+        return fresh
+
+    def gathering(self, job: int) -> Gathering:
+        """Where the tiles of a job are put together."""
+        assert self.lowered is not None
+        with self._lock:
+            if job not in self._gatherings:
+                planned = self.lowered.schedule.jobs[job]
+                self._gatherings[job] = Gathering(planned.gemm, planned.tiles)
+            return self._gatherings[job]
+
+    def run_round(self, step: int, number: int) -> None:
+        """Gather the jobs of a round, run its ops, publish what others need, free what nobody needs."""
+        self._check_step(step)
+        start = perf_counter()
+        assert self.lowered is not None
+        this: Round = self.lowered.schedule.rounds[number]
+        local = _Scope(self.values)
+        released = list(this.reads)
+        for job in this.jobs:
+            gathering = self.gathering(job)
+            assert gathering.complete, f"round {number} began before job {job} was gathered"
+            for value, tensor in zip(gathering.gemm.outputs, gathering.finish(self.read), strict=True):
+                local[value.name] = tensor
+            released.extend({part.name for operand in gathering.gemm.inputs for part in operand.parts})
+        for position, dead in zip(this.steps, self._deaths[number], strict=True):
+            item = self.graph.steps[position]
+            if isinstance(item, Gemm):
+                local.update(zip(item.writes, run_gemm(item, local), strict=True))
+            else:
+                local[item.name] = run_op(item, local)
+            for name in dead:
+                local.pop(name, None)
+        self.values.update({name: local[name] for name in this.publishes})
+        self._release(released)
+        for job in this.jobs:
+            self._gatherings[job].outputs = []
+        self.counters.spent.update(rounds=perf_counter() - start)
+
+    def _release(self, names: Iterable[str]) -> None:
+        """One reader less for each; a value without readers is freed."""
+        with self._lock:
+            for name in names:
+                if name in self._readers:
+                    self._readers[name] -= 1
+                    if self._readers[name] == 0:
+                        self.values.pop(name, None)
+
+    def finish(self, step: int) -> dict[str, Any]:
+        """End of a step: keep its gradients, and update the weights when the last micro-batch is in."""
+        self._check_step(step)
+        loss = float(self.values[self.graph.loss])
+        if not isfinite(loss):
+            self._abandon()
+            raise StepError(
+                f"the loss of step {self.updates} is {loss}; the weights are unchanged. "
+                "Lower the learning rate, set clip_norm, or look for bad values in the batch"
+            )
+        self._losses.append(loss)
+        self.random_state = torch.get_rng_state().numpy().tobytes()
+        self._collect_gradients()
+        last = len(self._losses) == self.settings.accumulate
+        start = perf_counter()
+        if last:
+            self._update()
+        self.counters.spent.update(update=perf_counter() - start)
+        record = {
+            "step": self.updates,
+            "loss": sum(self._losses) / len(self._losses),
+            "seconds": perf_counter() - self.counters.started,
+            "down_bytes": self.counters.down_bytes,
+            "up_bytes": self.counters.up_bytes,
+            "tiles": self.counters.tiles,
+            "retries": self.counters.retries,
+            "rejected": self.counters.rejected,
+            "spent": dict(self.counters.spent),
+        }
+        if last:
+            self._losses = []
+        self.values = {}
+        self._gatherings = {}
+        return record
+
+    def _collect_gradients(self) -> None:
+        """Add the gradients of this micro-batch to those of the ones before, each with its share."""
+        share = 1 / self.settings.accumulate
+        seen: set[int] = set()
+        for parameter, value in self.graph.grads:
+            tensor, gradient = self.weights[parameter], self.values[value]
+            if share != 1:
+                gradient = gradient * share
+            elif 0 in gradient.stride() or gradient.data_ptr() in seen:
+                gradient = gradient.clone(memory_format=torch.contiguous_format)  # clipping scales each in place
+            seen.add(gradient.data_ptr())
+            tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
+        for buffer, value in self.graph.buffers:
+            self.weights[buffer].copy_(self.values[value])
+
+    def _update(self) -> None:
+        """One optimizer update, in place."""
+        if self.settings.clip_norm is not None:
+            parameters = [self.weights[name] for name, _ in self.graph.grads]
+            torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()
+        self.updates += 1
+
+    def _abandon(self) -> None:
+        """Forget the step in flight and the gradients gathered for it."""
+        self.values, self._gatherings, self._losses = {}, {}, []
+        for parameter, _ in self.graph.grads:
+            self.weights[parameter].grad = None
+
+    def _check_step(self, step: int) -> None:
+        if step != self.step:
+            raise StepError(f"step {step} of '{self.name}' is over; step {self.step} is in flight")
+
+    def _job_gemm(self, job: int) -> Gemm:
+        assert self.lowered is not None
+        return self.lowered.schedule.jobs[job].gemm
+
+
+def _constant(data: bytes, value: Value) -> torch.Tensor:
+    """A constant of the module, from its bytes."""
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, value.dtype)).reshape(value.shape)
+
+
+def _deaths(graph: StepGraph, this: Round) -> list[set[str]]:
+    """For each step of a round the values made in it that neither a later step of it nor anyone else reads."""
+    last: dict[str, int] = {}
+    for index, position in enumerate(this.steps):
+        item = graph.steps[position]
+        for name in (*item.reads, *item.writes):
+            last[name] = index
+    deaths: list[set[str]] = [set() for _ in this.steps]
+    for name, index in last.items():
+        if name not in this.publishes:
+            deaths[index].add(name)
+    return deaths
+
+
+class _Scope(dict[str, Any]):
+    """Values made in a round, before those that the round found."""
+
+    def __init__(self, outer: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def __missing__(self, name: str) -> Any:
+        return self.outer[name]

@@ -1,0 +1,275 @@
+"""The trainer: a torch module and its optimizer, trained step by step on a fleet.
+
+    with LocalFleet(4) as fleet, fleet.get_client() as client:
+        trainer = Trainer(module, torch.optim.AdamW(module.parameters()), client)
+        loss = trainer.step(input_ids=ids, labels=ids)
+
+The first step captures the module, plans it on the fleet and moves the weights to the server, where they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import torch
+from dask.typing import Key
+from distributed import Client, Future
+from distributed.protocol import to_serialize
+from distributed.spans import SpanMetadata
+
+from cleave_dask import config
+from cleave_dask.errors import BatchError, CheckpointError, CleaveError, ClusterError, InputError, StepError
+from cleave_dask.fleet.devices import Fleet
+from cleave_dask.formatting import html_table, quantity
+from cleave_dask.graph.capture import capture, flatten_batch
+from cleave_dask.graph.ir import StepGraph
+from cleave_dask.planning.planner import plan as default_plan
+from cleave_dask.planning.values import Plan
+from cleave_dask.runtime.cluster import inspect
+from cleave_dask.runtime.lowering import Lowered, finish_key, lower
+from cleave_dask.runtime.optimizers import pack
+from cleave_dask.runtime.wire import to_wire
+from cleave_dask.runtime.wire_torch import from_wire
+
+Planner = Callable[[StepGraph, Fleet], Plan]
+
+PATIENCE = 1.0
+"""Seconds between two looks at the cluster while a step runs."""
+
+
+class Trainer:
+    """Trains `module` with `optimizer` on the fleet behind `client`.
+
+    `checkpoint` is the folder of its zarr store, on the server's disk. `schedule` is a torch LR scheduler over the
+    optimizer, stepped once per update. `clip_norm` bounds the norm of all gradients together. With `accumulate=n` the
+    batch of a step is cut into n micro-batches along its first axis and their gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        client: Client,
+        checkpoint: str | Path | None = None,
+        *,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        plan: Planner = default_plan,
+    ) -> None:
+        if accumulate < 1:
+            raise InputError(f"accumulate is {accumulate}; give the number of micro-batches of a step, 1 or more")
+        self.client = client
+        self.checkpoint = Path(checkpoint).absolute() if checkpoint is not None else None
+        self.records: list[dict[str, Any]] = []
+        self._module = module
+        self._accumulate = accumulate
+        self._planner = plan
+        self._lowered: Lowered | None = None
+        self._passes = 0
+        self._run = uuid4().hex[:12]
+        self._cluster = inspect(client)
+        self._open(optimizer, schedule, clip_norm)
+
+    # Training
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """One optimizer update on a batch, given as the module's forward takes it; returns the loss."""
+        for micro_args, micro_kwargs in _micro_batches(args, kwargs, self._accumulate):
+            if self._lowered is None:
+                self._load(capture(self._module, *micro_args, **micro_kwargs))
+            record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs))
+        self.records.append(record)
+        loss: float = record["loss"]
+        return loss
+
+    def _pass(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Forward, loss and backward of one micro-batch; the last one of a step also updates the weights."""
+        step = self._passes
+        self._passes += 1
+        wired = {source: (to_serialize(to_wire(tensor)), _dtype(tensor)) for source, tensor in batch.items()}
+        self._call("cleave_begin", step=step, batch=wired)
+        future = self._submit(step)
+        try:
+            return self._wait(future)
+        finally:
+            future.cancel()
+
+    def _submit(self, step: int) -> Future:
+        """Send the step to the scheduler as one expression."""
+        assert self._lowered is not None
+        key = finish_key(self._run, step)
+        futures: dict[Key, Future] = self.client._graph_to_futures(
+            self._lowered.expression(self._run, step),
+            [key],
+            span_metadata=SpanMetadata(collections=[{"type": "cleave_dask.StepExpression"}]),
+            internal_priority={key: 0},  # the plugin ranks the rest; an empty mapping would have Dask order them all
+        )
+        return futures[key]
+
+    def _wait(self, future: Future) -> dict[str, Any]:
+        """The record of a step; looks at the cluster now and then, so that a lost server is no silent hang."""
+        while True:
+            try:
+                record: dict[str, Any] = future.result(timeout=PATIENCE)
+            except TimeoutError:
+                self._check_server()
+            except CleaveError:
+                raise
+            except Exception as error:
+                raise StepError(f"a task of the step failed: {type(error).__name__}: {error}") from error
+            else:
+                return record
+
+    def _check_server(self) -> None:
+        """Raise if the server is not the one that holds the weights any more; devices may come and go."""
+        servers = {facts["address"] for facts in self.client.sync(self.client.scheduler.cleave_info)["server"].values()}
+        if self._cluster.server not in servers:
+            raise ClusterError(
+                f"the server at {self._cluster.server} has left, and with it the weights of this run; "
+                "start it again and resume from the last checkpoint"
+            )
+
+    # What can be looked at
+
+    @property
+    def graph(self) -> StepGraph:
+        """The captured step graph; there is none before the first step."""
+        return self._ready().graph
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use; there is none before the first step."""
+        return self._ready().plan
+
+    @property
+    def lowered(self) -> Lowered:
+        """The Dask graph of a step; there is none before the first step."""
+        return self._ready()
+
+    def _ready(self) -> Lowered:
+        if self._lowered is None:
+            raise InputError("the step graph is captured from the first batch; call step(...) first")
+        return self._lowered
+
+    def _repr_html_(self) -> str:
+        latest = self.records[-5:]
+        rows = [(r["step"], f"{r['loss']:.4f}", f"{r['seconds']:.3g}", r["tiles"]) for r in latest]
+        moved = quantity(sum(r["down_bytes"] + r["up_bytes"] for r in self.records), "B")
+        caption = f"Trainer of {type(self._module).__name__}: {len(self.records)} steps, {moved} moved"
+        return html_table(("step", "loss", "seconds", "tiles"), rows, caption=caption)
+
+    # Weights
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers as they are now on the server, under the module's own names."""
+        canonical = _canonical_names(self._module)
+        fetched: dict[str, torch.Tensor] = {}
+        for name in self._module.state_dict():
+            known = canonical[name]
+            if known not in fetched:
+                answer = self._call("cleave_get", name=known)
+                fetched[known] = from_wire(answer["array"], answer["dtype"])
+        return {name: fetched[canonical[name]].clone() for name in self._module.state_dict()}
+
+    def save(self) -> int:
+        """Write weights and optimizer state to the checkpoint; returns the step they belong to."""
+        saved: int = self._call("cleave_save", folder=self._folder(), keep=int(config.get("checkpoint.keep")))["step"]
+        return saved
+
+    def resume(self) -> int:
+        """Go on from the newest whole step of the checkpoint; returns its number."""
+        step: int = self._call("cleave_restore", folder=self._folder(), step=None)["step"]
+        return step
+
+    def close(self) -> None:
+        """Free the server of this run's weights."""
+        self._call("cleave_close")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, ClusterError):
+            self.close()
+
+    # Talking to the server
+
+    def _open(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None,
+        clip_norm: float | None,
+    ) -> None:
+        """Move weights, optimizer and random state to the server."""
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        packed = pack(optimizer, schedule, names)
+        settings = {"clip_norm": clip_norm, "accumulate": self._accumulate}
+        self._call("cleave_open", settings=settings, random_state=torch.get_rng_state().numpy().tobytes())
+        for name, parameter in self._module.named_parameters():
+            self._put(name, parameter.detach(), "param" if parameter.requires_grad else "frozen")
+        for name, buffer in self._module.named_buffers():
+            self._put(name, buffer, "buffer")
+        self._call("cleave_optimizer", packed=packed)
+
+    def _put(self, name: str, tensor: torch.Tensor, role: str) -> None:
+        self._call("cleave_put", name=name, array=to_serialize(to_wire(tensor)), dtype=_dtype(tensor), role=role)
+
+    def _load(self, graph: StepGraph) -> None:
+        """Plan the step on the fleet as it is now and hand the program to the server."""
+        plan = self._planner(graph, Fleet.from_workers(self._cluster.devices))
+        self._lowered = lower(graph, plan)
+        self._call("cleave_program", graph=graph.to_json(), plan=to_serialize(plan))
+
+    def _call(self, call: str, **kwargs: Any) -> Any:
+        """A call of the server's, for this run."""
+        try:
+            return self.client.sync(getattr(self.client.rpc(self._cluster.server), call), run=self._run, **kwargs)
+        except OSError as error:
+            raise ClusterError(
+                f"the server at {self._cluster.server} does not answer ({error}); "
+                "is it running, and can this client reach that address?"
+            ) from error
+
+    def _folder(self) -> str:
+        if self.checkpoint is None:
+            raise CheckpointError("this trainer has no checkpoint folder; give one: Trainer(..., checkpoint='run')")
+        return str(self.checkpoint)
+
+
+def _micro_batches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The batch cut along its first axis; whatever is no tensor goes to each micro-batch as it is."""
+    if count == 1:
+        yield args, kwargs
+        return
+    leaves, structure = torch.utils._pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
+            raise BatchError(
+                f"a batch of shape {tuple(leaf.shape)} cannot be cut into {count} equal micro-batches; "
+                f"make its first axis a multiple of accumulate={count}"
+            )
+    pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    for index in range(count):
+        yield torch.utils._pytree.tree_unflatten([piece[index] for piece in pieces], structure)
+
+
+def _canonical_names(module: torch.nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer, tied ones included, the one that the server knows it by."""
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    both = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for named in both:
+        for name, tensor in named:
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

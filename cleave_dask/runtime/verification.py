@@ -1,0 +1,221 @@
+"""Whether a tile that came back is the product that was asked for, at a fraction of the cost of multiplying.
+
+Freivalds' product: for random vectors X, C X is compared with A (B X), which costs O(mk + kn + mn) instead of O(mnk).
+Rounding makes the two differ for honest tiles too. How much is derived here. u is half the distance from 1 to the next
+number: u_a in the precision that sums are kept in (float32 for halves), u_o in the one that a half's sum is rounded to.
+
+**The error of an honest tile.** Each of the k additions to an element rounds a partial sum, by at most u_a of it, and
+no partial sum exceeds q = |A| |B|, in whatever order the terms are added. Rounding to a half adds u_o |ab|. Hence
+
+    at worst        |c - ab| <= k u_a q + u_o |ab|                     a theorem, any order
+    statistically   |c - ab| <= 6 sqrt(k) u_a q + u_o |ab|             errors of either sign (Higham and Mary, 2019)
+    typically       0.4 u_a sqrt(k) r in the 2-norm of a row of C      partial sums that wander like random walks
+
+where r^2 = sum_l a_l^2 |b_l|^2 over the rows b_l of B: the size of a row of C if the signs of its terms were random.
+
+**Sieve.** There are eight vectors X, their entries independent and uniform in +-[1/2, 3/2]; columns of B and C are
+first scaled by B's norms, so that a small column counts as much as a large one. The residual of a row, S = the root
+mean square of C X - A (B X), is the 2-norm of the row's error up to a factor near 1, plus the rounding of the check
+itself, which is as large as the tile's: together 0.6 u_a sqrt(k + n) r at most, typically. A row passes if S <= t with
+
+    t^2 = u_a^2 (k + n) (r^2 + |c|^2) + u_o^2 |c|^2                     |c| the 2-norm of the row of C.
+
+It is tried first with the size of A (B X), known already, in place of r and |c|; few rows need those.
+
+**Verdict.** A row that does not pass is multiplied again in float64 and compared element by element with the
+statistical bound. What exceeds that one but not the worst bound is honest where roundings all go one way, as they do
+when one number is added thousands of times: how far, the drift of a plain running sum of |a b| shows. So an honest
+tile is never rejected, whatever the order of its sums, and a wrong one is rejected once a wrong row is looked at.
+In float64, where nothing more precise is at hand, elements are held against twice the worst bound.
+
+**What slips through.** Errors within the bounds above, which cannot be told from rounding, and rows that pass the
+sieve by chance. An entry of X has a density of at most 1/2, hence the residual of a row whose error has 2-norm f t has
+a density of at most 0.71 / (f t) for each vector, whatever the pattern of the error, and all eight together stay within
+t with a probability below 1000 / f^8. The t of the first try varies with X, to 1.7 times the above once in thousands of
+rows; even then that is 2e-5 at f = 16 and 7e-8 at f = 32. A single wrong element has nothing to cancel against, and no
+entry of X is small: it is seen from f = 4 up. For normal operands with k = 1024 and n = 512 an element may thus be off
+by 3e-4 of its typical size in float32, and by a third of it in bfloat16, where the roundings of its row hide it.
+
+**Infinity and NaN** must come from the operands, or from a sum that leaves the range of the dtype.
+Products in less than the tile's precision (TF32, halves summed in halves) are not honest in this sense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from cleave_dask.errors import InputError
+from cleave_dask.runtime.wire import Array, dtype_name, to_wire, widen, wire_dtype
+
+VECTORS = 8
+SPREAD = 6.0
+"""Standard deviations that the statistical bound allows for."""
+DRIFT = 4.0
+"""How much worse than a plain running sum another order may drift."""
+EXAMINED = 32
+"""Elements beyond the statistical bound whose drift is looked at, the worst ones first."""
+SAMPLED = 64
+"""Rows of B that tell the scale of its columns, which need not be exact."""
+REFERENCE = 1 << 21
+"""Numbers of B that are held in float64 at a time when elements are multiplied again: 16 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a dtype's honest products look like."""
+
+    sums: str  # dtype of partial sums
+    sum_unit: float  # u_a
+    unit: float  # u_o; 0 if sums are not rounded to another dtype
+    largest: float
+    smallest: float  # numbers below this may be rounded to zero
+    squares: tuple[float, float]  # between these, sums of squares are as precise as other sums
+
+    def floor(self, k: int) -> float:
+        """Error that is there however small the numbers are: products, sums and result may be rounded to zero."""
+        return self.smallest + 2 * k * float(np.finfo(self.sums).tiny)
+
+    def growth(self, k: int) -> float:
+        """Bound on the error of a sum of k terms, in units of `sum_unit` times the sum of their sizes."""
+        if self.sums == "float64":
+            return 2.0 * k + 2  # the reference is no more precise than the tile
+        return min(k + 1, SPREAD * sqrt(k) + 2)
+
+
+PRECISIONS = {
+    "float64": Precision("float64", 2**-53, 0, 2.0**1023 * (2 - 2**-52), 2**-1022, (1e-280, 1e280)),
+    "float32": Precision("float32", 2**-24, 0, 2.0**127 * (2 - 2**-23), 2**-126, (1e-24, 1e24)),
+    "float16": Precision("float32", 2**-24, 2**-11, 2.0**15 * (2 - 2**-10), 2**-24, (1e-24, 1e24)),
+    "bfloat16": Precision("float32", 2**-24, 2**-8, 2.0**127 * (2 - 2**-7), 2**-126, (1e-24, 1e24)),
+}
+
+
+def verify_tile(a: Any, b: Any, c: Any, *, seed: int, dtype: str | None = None) -> bool:
+    """Whether c is a @ b up to the rounding of an honest product; the module's docstring says what that is.
+
+    Operands are numpy arrays or torch tensors, matrices or stacks of them. `dtype` is theirs unless given, which
+    bfloat16 as uint16 needs. `seed` draws the vectors: a device that knows it beforehand can deceive.
+    """
+    name = dtype_name(a) if dtype is None else dtype
+    if name not in PRECISIONS:
+        raise InputError(
+            f"cannot verify a product of {name}, only of {', '.join(PRECISIONS)}; "
+            "give dtype='bfloat16' with arrays of uint16 that hold it"
+        )
+    if any(dtype_name(array) not in (name, wire_dtype(name)) for array in (a, b, c)):
+        return False
+    a, b, c = to_wire(a), to_wire(b), to_wire(c)
+    if a.ndim not in (2, 3) or b.ndim != a.ndim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        return False
+    if c.shape != (*a.shape[:-1], b.shape[-1]):
+        return False
+    with np.errstate(all="ignore"):
+        if a.ndim == 2:
+            return _verify(a, b, c, name, [seed])
+        return all(_verify(a[i], b[i], c[i], name, [seed, i]) for i in range(len(a)))
+
+
+def _verify(a: Array, b: Array, c: Array, dtype: str, seed: list[int]) -> bool:
+    """The same for matrices of agreeing shapes."""
+    if c.size == 0 or a.shape[1] == 0:
+        return not c.any()
+    precision = PRECISIONS[dtype]
+    a, b, c = widen(a, dtype), widen(b, dtype), widen(c, dtype)
+    scale = _column_scale(b[:: max(1, len(b) // SAMPLED)], precision)
+    if not scale.all():
+        scale = _column_scale(b, precision)
+    fits = scale > 0
+    sieved = b, c
+    if not fits.all():
+        odd = np.flatnonzero(~fits)  # columns of zeros, or out of the range in which squares can be summed
+        odd = odd[b[:, odd].any(axis=0) | c[:, odd].any(axis=0)]
+        if odd.size and not _elements_right(a, b[:, odd], c[:, odd], np.arange(len(a)), precision):
+            return False
+        sieved = np.where(fits, b, 0), np.where(fits, c, 0)
+    vectors = scale[:, None] * _vectors(seed, len(scale), a.dtype)
+    return _elements_right(a, b, c, _suspects(a, *sieved, precision, vectors), precision)
+
+
+def _column_scale(b: Array, precision: Precision) -> Array:
+    """What brings each column to norm 1; 0 where that is out of range, as for columns of zeros."""
+    energy = np.einsum("ij,ij->j", b, b)
+    low, high = precision.squares
+    return np.asarray(np.where((energy > low) & (energy < high), 1 / np.sqrt(energy), 0))
+
+
+def _vectors(seed: list[int], count: int, dtype: Any) -> Array:
+    """Random vectors with entries uniform in +-[1/2, 3/2]."""
+    entries: Array = np.random.default_rng(seed).random((count, VECTORS), dtype=dtype)
+    entries *= 2
+    entries -= 1
+    entries += np.copysign(0.5, entries, dtype=dtype)
+    return entries
+
+
+def _suspects(a: Array, b: Array, c: Array, precision: Precision, x: Array) -> Array:
+    """Rows whose residual is not explained by typical rounding, the least explained first."""
+    y = b @ x
+    product = a @ y
+    residual, found = _mean_square(c @ x - product), _mean_square(product)
+    sums, halves = precision.sum_unit**2 * (a.shape[1] + b.shape[1]), precision.unit**2
+    rows = np.flatnonzero(~((residual <= (2 * sums + halves) * found) & np.isfinite(found)))
+    if rows.size == 0:
+        return rows
+    walk = np.square(a[rows], dtype="float64") @ _mean_square(y)
+    size = np.square(c[rows], dtype="float64") @ _mean_square(x)
+    excess = residual[rows] / (sums * (walk + size) + halves * size)
+    excess[~np.isfinite(walk + size + excess)] = np.inf
+    order = np.argsort(-excess)
+    suspects: Array = rows[order[excess[order] > 1]]
+    return suspects
+
+
+def _mean_square(vectors: Array) -> Array:
+    """The mean square of each row, which float64 can hold for any float32."""
+    wide = vectors.astype("float64")
+    squares: Array = np.einsum("ij,ij->i", wide, wide) / vectors.shape[1]
+    return squares
+
+
+def _elements_right(a: Array, b: Array, c: Array, rows: Array, precision: Precision) -> bool:
+    """Whether each element of these rows is right, by multiplying again; a few rows first, for most lies are bold."""
+    columns = max(1, REFERENCE // len(b))
+    for start, stop in pairwise([0, *range(8, len(rows), 64), len(rows)]):
+        some = a[rows[start:stop]].astype("float64")
+        for first in range(0, b.shape[1] if len(some) else 0, columns):
+            others = b[:, first : first + columns].astype("float64")
+            if not _block_right(some, others, c[rows[start:stop], first : first + columns], precision):
+                return False
+    return True
+
+
+def _block_right(a: Array, b: Array, c: Array, precision: Precision) -> bool:
+    """The verdict on a block of c, given its operands in float64."""
+    k = a.shape[1]
+    exact, size = a @ b, np.abs(a) @ np.abs(b)
+    rounding = precision.unit * np.abs(exact) + precision.floor(k)
+    bound = 1.01 * (precision.growth(k) * precision.sum_unit * size + rounding)
+    error = np.abs(c - exact)
+    overflows = (np.sign(c) * exact + bound >= precision.largest) | (size >= 0.99 * np.finfo(precision.sums).max)
+    finite = np.isfinite(c)
+    right = np.where(finite & np.isfinite(exact), error <= bound, ~finite & (overflows | ~np.isfinite(exact)))
+    if right.all():
+        return True
+    worst = 1.01 * ((k + 1) * precision.sum_unit * size + rounding)
+    if not np.all(right | (error <= worst)):
+        return False
+    excess = np.where(right, 0, error - bound)
+    doubtful = np.argsort(-excess, axis=None)[: min(EXAMINED, np.count_nonzero(~right))]
+    i, j = np.unravel_index(doubtful, c.shape)
+    return bool(np.all(excess[i, j] <= DRIFT * _drift(np.abs(a[i] * b[:, j].T).astype(precision.sums))))
+
+
+def _drift(terms: Array) -> Array:
+    """How far the running sums of each row, in the precision of its terms, ever get from the true ones."""
+    errors: Array = np.abs(np.cumsum(terms, axis=1) - np.cumsum(terms, axis=1, dtype="float64"))
+    return np.asarray(errors.max(axis=1))

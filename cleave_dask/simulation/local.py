@@ -1,0 +1,53 @@
+"""A fleet on this machine: a real scheduler, a real server and one real worker process per device.
+
+    with LocalFleet(4) as fleet, fleet.get_client() as client:
+        ...
+
+It is a Dask cluster object like LocalCluster.
+"""
+
+from __future__ import annotations
+
+from distributed import Client
+from distributed.system import MEMORY_LIMIT
+
+from cleave_dask.errors import FleetError
+from cleave_dask.fleet.devices import WORKER_DEFAULTS, Device, Fleet, Link, Server
+from cleave_dask.runtime.processes import ServedCluster
+
+
+class LocalFleet(ServedCluster):
+    """A fleet of real processes on this machine, given as a `Fleet` or as a number of equal devices.
+
+    Each device has `cores` cores and the memory that the fleet says; its kernel is the one configured as
+    `cleave.device.kernel`.
+    """
+
+    def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = ":0") -> None:
+        self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
+        workers = {device.name: (_options(device, cores), cores) for device in self.fleet.devices}
+        super().__init__(workers, dashboard=dashboard, name="LocalFleet")
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the devices, by name."""
+        return {device.name: self.pid(device.name) for device in self.fleet.devices}
+
+    def get_client(self) -> Client:
+        """A client of this fleet."""
+        return Client(self)
+
+
+def _options(device: Device, cores: int) -> tuple[str, ...]:
+    memory = str(int(device.memory))
+    return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
+
+
+def _equal_devices(count: int) -> Fleet:
+    """`count` devices with default figures and an equal share of half of this machine's memory."""
+    if count < 1:
+        raise FleetError(f"a local fleet of {count} devices; give 1 or more")
+    figures = WORKER_DEFAULTS
+    down, up = Link(figures["down"], figures["latency"]), Link(figures["up"], figures["latency"])
+    memory = MEMORY_LIMIT / 2 / count
+    return Fleet(Server(), tuple(Device(f"device-{n}", figures["flops"], memory, down, up) for n in range(count)))

@@ -1,0 +1,58 @@
+"""Save and resume on real processes: the run goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import Client
+
+from cleave_dask.errors import CheckpointError
+from cleave_dask.runtime.trainer import Trainer
+from tests import models
+
+
+def trainer(client: Client, folder: Path | None, *, layers: int = 2) -> Trainer:
+    module = models.llama(layers=layers)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    return Trainer(module, optimizer, client, checkpoint=folder, schedule=schedule)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(client: Client, tmp_path: Path) -> None:
+    batches = [models.tokens(seed=seed) for seed in range(6)]
+    with trainer(client, None) as calm:
+        expected = [calm.step(**batch) for batch in batches]
+        weights = calm.state_dict()
+    with trainer(client, tmp_path / "run") as first:
+        losses = [first.step(**batch) for batch in batches[:3]]
+        assert first.save() == 3
+    with trainer(client, tmp_path / "run") as second:
+        assert second.resume() == 3
+        losses += [second.step(**batch) for batch in batches[3:]]
+        assert losses == expected
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in second.state_dict().items())
+        assert second.save() == 6
+
+
+def test_the_state_of_another_model_is_refused_and_nothing_changes(client: Client, tmp_path: Path) -> None:
+    with trainer(client, tmp_path / "run") as one:
+        one.step(**models.tokens())
+        one.save()
+    with trainer(client, tmp_path / "run", layers=1) as other:
+        before = other.state_dict()
+        with pytest.raises(CheckpointError, match="model"):
+            other.resume()
+        after = other.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_without_a_folder_the_remedy_is_named(client: Client) -> None:
+    with trainer(client, None) as training, pytest.raises(CheckpointError, match=r"Trainer\(\.\.\., checkpoint="):
+        training.save()
+
+
+def test_an_empty_folder_has_nothing_to_resume(client: Client, tmp_path: Path) -> None:
+    with trainer(client, tmp_path / "nothing") as training, pytest.raises(CheckpointError, match="nothing"):
+        training.resume()

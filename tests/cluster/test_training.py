@@ -1,0 +1,145 @@
+"""A step on real processes equals plain torch: loss, every gradient, and the curve of a training run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from distributed import Client
+from torch import nn
+
+from cleave_dask.errors import BatchError, StepError
+from cleave_dask.planning.planner import Grid, plan
+from cleave_dask.runtime.trainer import Trainer
+from tests import models
+
+Model = Callable[[], nn.Module]
+GRIDS = {"even": None, "uneven": (3, 2, 1), "split-k": (2, 1, 3)}
+MODELS: dict[str, tuple[Model, models.Batch]] = {
+    "opt": (models.opt, models.tokens()),
+    "llama-gqa-tied": (models.llama, models.tokens()),
+    "gpt2": (models.gpt2, models.tokens()),
+    "mlp-batchnorm": (models.mlp, models.points()),
+}
+
+
+def planner(grid: Grid | None) -> Callable[..., object]:
+    """Send out every gemm, however small."""
+    return partial(plan, min_flops=0, grid=grid)
+
+
+def tasks_left(client: Client) -> int:
+    count: int = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
+    return count
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+@pytest.mark.parametrize("name", MODELS)
+def test_one_step_equals_torch(client: Client, name: str, grid: Grid | None) -> None:
+    build, batch = MODELS[name]
+    module, reference = build(), build()
+    loss = models.loss_of(reference, batch)
+    loss.backward()
+    before = copy.deepcopy(module.state_dict())
+    with Trainer(module, torch.optim.SGD(module.parameters(), lr=1.0), client, plan=planner(grid)) as trainer:
+        assert trainer.step(**batch) == pytest.approx(loss.item(), abs=1e-5)
+        after = trainer.state_dict()
+        assert trainer.records[-1]["tiles"] == len(trainer.plan.tiles) > 0
+    for parameter, tensor in reference.named_parameters():
+        assert tensor.grad is not None
+        torch.testing.assert_close(before[parameter] - after[parameter], tensor.grad, atol=1e-5, rtol=1e-4)
+    for buffer, tensor in reference.named_buffers():
+        if buffer in after:
+            torch.testing.assert_close(after[buffer], tensor, atol=1e-6, rtol=1e-5)
+    assert tasks_left(client) == 0
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=3e-3),
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_follow_torch(client: Client, name: str) -> None:
+    module, reference = models.llama(), models.llama()
+    optimizer, plain = OPTIMIZERS[name](module.parameters()), OPTIMIZERS[name](reference.parameters())
+    batches = [models.tokens(seed=seed % 5) for seed in range(20)]
+    expected = []
+    for batch in batches:
+        plain.zero_grad()
+        loss = models.loss_of(reference, batch)
+        loss.backward()
+        plain.step()
+        expected.append(loss.item())
+    with Trainer(module, optimizer, client, plan=planner(None)) as trainer:
+        losses = [trainer.step(**batch) for batch in batches]
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert losses[-1] < losses[0]
+    assert tasks_left(client) == 0
+
+
+def test_clipping_accumulation_and_schedule_follow_torch(client: Client) -> None:
+    module, reference = models.opt(), models.opt()
+
+    def pair(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    optimizer, schedule = pair(module)
+    plain, plain_schedule = pair(reference)
+    batches = [models.tokens(batch=4, seed=seed) for seed in range(5)]
+    expected = []
+    for batch in batches:
+        plain.zero_grad()
+        halves = [{name: tensor.chunk(2)[half] for name, tensor in batch.items()} for half in range(2)]
+        losses = [models.loss_of(reference, half) for half in halves]
+        for loss in losses:
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain_schedule.step()
+        expected.append(sum(loss.item() for loss in losses) / 2)
+    with Trainer(
+        module, optimizer, client, schedule=schedule, clip_norm=0.5, accumulate=2, plan=planner(None)
+    ) as trainer:
+        assert [trainer.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-4)
+
+
+def test_dropout_draws_the_same_numbers_as_torch(client: Client) -> None:
+    module, reference = models.opt(dropout=0.2), models.opt(dropout=0.2)
+    batch = models.tokens()
+    torch.manual_seed(7)
+    expected = [models.loss_of(reference, batch).item() for _ in range(2)]
+    torch.manual_seed(7)
+    with Trainer(module, torch.optim.SGD(module.parameters(), lr=0.0), client, plan=planner(None)) as trainer:
+        assert [trainer.step(**batch) for _ in range(2)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_batch_of_another_shape_is_refused_and_training_goes_on(client: Client) -> None:
+    module = models.llama()
+    with Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client) as trainer:
+        trainer.step(**models.tokens(length=16))
+        with pytest.raises(BatchError, match="input_ids"):
+            trainer.step(**models.tokens(length=12))
+        trainer.step(**models.tokens(length=16))
+        assert len(trainer.records) == 2
+
+
+def test_a_nan_loss_leaves_the_weights_alone(client: Client) -> None:
+    module = models.mlp()
+    batch = models.points()
+    broken = {**batch, "inputs": batch["inputs"] * float("nan")}
+    with Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client, plan=planner(None)) as trainer:
+        trainer.step(**batch)
+        before = trainer.state_dict()
+        with pytest.raises(StepError, match="loss of step 1 is nan; the weights are unchanged"):
+            trainer.step(**broken)
+        after = trainer.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        trainer.step(**batch)
+    assert tasks_left(client) == 0
