@@ -28,7 +28,7 @@ from cleave_dask.simulation.local import LocalFleet
 HIDDEN, LAYERS, BATCH, LENGTH, VOCABULARY = 1024, 4, 4, 512, 8192
 
 
-def model() -> LlamaForCausalLM:
+def model() -> torch.nn.Module:
     """The model of the comparison, always the same."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -41,7 +41,8 @@ def model() -> LlamaForCausalLM:
         max_position_embeddings=LENGTH,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).train()
+    module: torch.nn.Module = LlamaForCausalLM(config)
+    return module.train()
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
@@ -71,7 +72,7 @@ def plain_torch(steps: int) -> tuple[list[float], list[float], int]:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(perf_counter() - start)
-        losses.append(float(loss))
+        losses.append(loss.item())
     parameters = sum(parameter.nbytes for parameter in module.parameters())
     state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
     return seconds, losses, parameters + state + saved

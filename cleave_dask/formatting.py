@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_STEPS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_STEPS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def quantity(number: float, unit: str) -> str:

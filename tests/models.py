@@ -32,7 +32,7 @@ def opt(dropout: float = 0.0) -> nn.Module:
     config = OPTConfig(
         vocab_size=96, num_hidden_layers=2, max_position_embeddings=32, dropout=dropout, attention_dropout=0.0, **sizes
     )
-    return OPTForCausalLM(config).train()
+    return _train(OPTForCausalLM(config))
 
 
 def llama(tied: bool = True, layers: int = 2) -> nn.Module:
@@ -48,7 +48,7 @@ def llama(tied: bool = True, layers: int = 2) -> nn.Module:
         tie_word_embeddings=tied,
         **sizes,
     )
-    return LlamaForCausalLM(config).train()
+    return _train(LlamaForCausalLM(config))
 
 
 def gpt2() -> nn.Module:
@@ -57,7 +57,11 @@ def gpt2() -> nn.Module:
     config = GPT2Config(
         vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
-    return GPT2LMHeadModel(config).train()
+    return _train(GPT2LMHeadModel(config))
+
+
+def _train(module: nn.Module) -> nn.Module:
+    return nn.Module.train(module)
 
 
 class NormedMLP(nn.Module):

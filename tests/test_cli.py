@@ -371,6 +371,7 @@ def test_the_bar_shows_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> None:
         view.begin(0, 2, 100)
         view.step({**RECORD, "retries": 3})
         view.step({**RECORD, "step": 2, "loss": 4.25})
+        view.end()
         view.say("done")
     text = screen.getvalue()
     assert "hello [bold]" in text

@@ -131,13 +131,15 @@ def make_console() -> Console:
     return Console(force_terminal=False, color_system=None, highlight=False, width=100, soft_wrap=True)
 
 
-def quiet_logs() -> None:
-    """Keep Dask's logs off the terminal unless something is wrong; what the user configured wins.
+def quiet_libraries() -> None:
+    """Keep logs and bars of Dask and transformers off the terminal unless something is wrong; the user's settings win.
 
-    To be called before `distributed` is imported, which is when it reads this. Processes of a fleet have log files.
+    To be called before they are imported, which is when they read this. Processes of a fleet have log files.
     """
     import dask.config
 
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not any(dask.config.get(key, None) for key in ("logging", "distributed.logging", "logging-file-config")):
         names = ("distributed", "distributed.client", "distributed.gc", "asyncio")
         dask.config.set({"logging": dict.fromkeys(names, "error")})

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cleave_dask.cli.frame import debug_option, fleet_option, json_option, make_console, print_json, recipe_argument
+from cleave_dask.cli.frame import (
+    debug_option,
+    fleet_option,
+    json_option,
+    make_console,
+    print_json,
+    quiet_libraries,
+    recipe_argument,
+)
 from cleave_dask.formatting import duration, quantity
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ def plan(recipe: str, fleet: str, as_json: bool) -> None:
     from cleave_dask.graph.recipes import Recipe
 
     what, where = Recipe.load(recipe), Fleet.load(fleet)
+    quiet_libraries()
 
     from cleave_dask.graph.building import build_model, example_batch
     from cleave_dask.graph.capture import capture

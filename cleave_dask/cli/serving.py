@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cleave_dask.cli import fleets
-from cleave_dask.cli.frame import debug_option, json_option, print_json, quiet_logs
+from cleave_dask.cli.frame import debug_option, json_option, print_json, quiet_libraries
 from cleave_dask.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def serve(host: str, port: int, dashboard_address: str | None, as_json: bool) ->
     Devices can join until Ctrl-C. The server keeps weights, optimizer state and activations; devices only multiply.
     """
     fleets.check_free(host, port)
-    quiet_logs()
+    quiet_libraries()
     from cleave_dask.runtime.processes import ServedCluster
 
     say: Callable[[str], None] = (lambda text: click.echo(text, err=True)) if as_json else click.echo

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cleave_dask.cli import checkpoints, fleets, progress
-from cleave_dask.cli.frame import debug_option, fleet_option, json_option, quiet_logs, recipe_argument
+from cleave_dask.cli.frame import debug_option, fleet_option, json_option, quiet_libraries, recipe_argument
 from cleave_dask.cli.interrupts import Interrupts
 from cleave_dask.errors import BatchError, CleaveError, InputError, StepError
 from cleave_dask.formatting import duration, quantity
@@ -89,11 +89,12 @@ def train(interrupts: Interrupts, /, **given: Any) -> None:
     options = Options(**given)
     options.check()
     recipe, fleet = _read(options)
-    quiet_logs()
+    quiet_libraries()
     if options.scheduler is not None:
         fleets.probe(options.scheduler)  # before the seconds that building a model takes
     with progress.choose(as_json=options.as_json) as view:
-        view.say(f"{recipe}")
+        asked = replace(recipe, train=replace(recipe.train, steps=options.steps or recipe.train.steps))
+        view.say(str(asked))
         _train(options, recipe, fleet, view=view, interrupts=interrupts)
 
 
@@ -126,6 +127,7 @@ def _train(
             folder = stack.enter_context(checkpoints.claimed(options.checkpoint, recipe.name, resume=options.resume))
 
         from cleave_dask.graph.building import build_model, build_optimizer, build_schedule
+        from cleave_dask.runtime.cluster import inspect
         from cleave_dask.runtime.trainer import Trainer
 
         module = build_model(recipe)
@@ -145,7 +147,8 @@ def _train(
         )
         with trainer:
             parameters = sum(parameter.numel() for parameter in module.parameters())
-            view.say(f"{quantity(parameters, '').strip()} parameters, {recipe.tokens_per_step:,} tokens a step")
+            size = f"{quantity(parameters, '').strip()} parameters, {recipe.tokens_per_step:,} tokens a step"
+            view.say(f"{size}, devices: {len(inspect(client).devices)}")
             view.say(f"dashboard: {client.dashboard_link}")
             view.say(f"checkpoint: {folder}, every {options.save_every} steps")
             Run(trainer, recipe, folder, options, view, interrupts).go()

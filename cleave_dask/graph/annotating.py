@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from cleave_dask.graph.ir import Gemm, Op, Role, Step, StepGraph
 from cleave_dask.graph.simplifying import CAST, VIEWS, seed_index
@@ -60,27 +61,33 @@ def find_roles(graph: StepGraph) -> dict[int, Role]:
             backward.update(step.writes)
         if isinstance(step, Gemm):
             late = not backward.isdisjoint(step.writes)
-            weights = late and all(targets.get(name) for name in step.writes)
+            weights = late and all(name in targets for name in step.writes)
             roles[index] = "dW" if weights else "dX" if late else "forward"
     return roles
 
 
-def trace_gradients(graph: StepGraph) -> dict[str, str | None]:
-    """The parameter whose gradient a value becomes; None for values that are used in another way as well."""
-    targets: dict[str, str | None] = {}
+def trace_gradients(graph: StepGraph) -> dict[str, str]:
+    """The parameter whose gradient a value becomes, for values that are used for nothing else."""
+    targets: dict[str, str] = {}
     for parameter, value in graph.grads:
         targets.setdefault(value, parameter)
+    otherwise: set[str] = set()  # values that something else is made of
     for step in reversed(graph.steps):
         passes = isinstance(step, Op) and (step.target in PLAIN or step.target == "aten.add.Tensor")
         target = targets.get(step.writes[0]) if passes else None
         for name in step.reads:
-            targets[name] = target if targets.get(name, target) is not None else None
+            if target is None or name in otherwise:
+                otherwise.add(name)
+                targets.pop(name, None)
+            else:
+                targets.setdefault(name, target)
     return targets
 
 
 def find_names(graph: StepGraph, roles: Mapping[int, Role], labels: Mapping[str, str]) -> dict[int, str]:
     """A readable and unique name for each gemm, by its index among the steps."""
     params = {entry.value.name: entry.source for entry in graph.inputs if entry.kind == "param"}
+    order = list(params.values())
     origins = _trace_parameters(graph, params)
     targets = trace_gradients(graph)
     attentions: dict[str, str] = {}
@@ -91,8 +98,8 @@ def find_names(graph: StepGraph, roles: Mapping[int, Role], labels: Mapping[str,
             continue
         found = _attention_name(step, attentions)
         if found is None:
-            sources = [targets[name] for name in step.writes] if roles[index] == "dW" else _weights(step, origins)
-            words = [labels.get(source, source.removesuffix(".weight")) for source in params.values() if source in sources]
+            sources = {targets[name] for name in step.writes} if roles[index] == "dW" else _weights(step, origins)
+            words = [labels.get(source, source.removesuffix(".weight")) for source in sorted(sources, key=order.index)]
             found = join_names(words) if words else step.writes[0]
         name = found if roles[index] == "forward" else f"{found}:{roles[index]}"
         taken[name] += 1
@@ -119,7 +126,7 @@ def in_order(steps: Iterable[Step], positions: Iterable[int]) -> list[Step]:
     writers = {name: index for index, step in enumerate(items) for name in step.writes}
     waits = [{writers[name] for name in step.reads if name in writers} for step in items]
     draws = sorted((i for i, step in enumerate(items) if isinstance(step, Op) and step.random), key=order.__getitem__)
-    for before, after in zip(draws, draws[1:], strict=False):
+    for before, after in pairwise(draws):
         waits[after].add(before)
     followers: list[list[int]] = [[] for _ in items]
     for index, before_it in enumerate(waits):
@@ -149,13 +156,12 @@ def _trace_parameters(graph: StepGraph, params: Mapping[str, str]) -> dict[str, 
     return origins
 
 
-def _weights(gemm: Gemm, origins: Mapping[str, str]) -> list[str]:
+def _weights(gemm: Gemm, origins: Mapping[str, str]) -> set[str]:
     """The parameters that a gemm multiplies with: its right side, or else its left side."""
     for operand in reversed(gemm.inputs):
-        sources = [origins[part.name] for part in operand.parts if part.name in origins]
-        if len(sources) == len(operand.parts):
-            return sources
-    return []
+        if all(part.name in origins for part in operand.parts):
+            return {origins[part.name] for part in operand.parts}
+    return set()
 
 
 def _attention_name(gemm: Gemm, attentions: dict[str, str]) -> str | None:

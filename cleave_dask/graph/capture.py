@@ -37,7 +37,7 @@ def capture(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> StepGraph:
     and the batch may as well be on the meta device or fake. The module is left as it was.
     """
     if not any(param.requires_grad for param in module.parameters()):
-        raise CaptureError(f"{type(module).__name__} has no parameter that requires a gradient: there is nothing to train")
+        raise CaptureError(f"{type(module).__name__} has no parameter to train: give it one that requires a gradient")
     leaves = batch_leaves(args, kwargs)
     masks = padding_masks(module, leaves) if pretrained_models(module) else []
     for path in masks:
@@ -60,7 +60,7 @@ def capture(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> StepGraph:
 
 def _labels(module: torch.nn.Module) -> dict[str, str]:
     """What to call the product with a parameter: by the layer that multiplies, if weights are tied to an embedding."""
-    owners = dict(module.named_modules())
+    owners = dict(module.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -95,6 +95,8 @@ def _explain(error: Exception) -> str:
             f"it looks at the numbers in a tensor ({op}: `if tensor`, .item(), .tolist()), which differ from batch to "
             "batch: use torch.where, or decide outside of the module (for random depth: set layerdrop to 0)"
         )
+    if "grouped_mm" in str(error) or "grouped_mm" in _where(error):
+        return f"{error} For Hugging Face mixtures of experts: model.set_experts_implementation('batched_mm')"
     return f"{type(error).__name__}: {error}"
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from cleave_dask.errors import CaptureError
-from cleave_dask.graph.capture_gemms import gemm_of, value_of
+from cleave_dask.graph.capture_gemms import Names, gemm_of, value_of
 from cleave_dask.graph.capture_trace import Trace
 from cleave_dask.graph.ir import Input, Op, Ref, Step, StepGraph
 from cleave_dask.graph.torch_ops import constant_of, is_random
@@ -22,51 +22,58 @@ LITERALS = (str, bool, int, float, complex, type(None))
 def convert(trace: Trace, *, name: str, batch: str) -> StepGraph:
     """The step graph of a trace. Its gemms are bare: roles, names and levels come from `annotating`."""
     nodes = list(trace.program.graph.nodes)
+    constants = _constants(trace.program)
+    names = _value_names(trace, constants)
     outputs: list[fx.Node | None] = tree_leaves(nodes[-1].args, is_leaf=lambda leaf: leaf is None)
-    names = _value_names(trace, nodes)
-    constants = {node.target: getattr(trace.program, node.target) for node in nodes if node.op == "get_attr"}
-    grads = zip(trace.grads, outputs[1 : 1 + len(trace.grads)], strict=True)
-    buffers = zip(trace.buffers, outputs[1 + len(trace.grads) :], strict=True)
-    assert outputs[0] is not None
+    loss, rest = outputs[0], outputs[1:]
+    assert loss is not None
+    grads = zip(trace.grads, rest, strict=False)
+    buffers = zip(trace.buffers, rest[len(trace.grads) :], strict=True)
+    data = {source: _bytes(tensor) for source, tensor in constants.values()}
     return StepGraph(
         name=name,
-        inputs=_inputs(trace, nodes, names),
+        inputs=_inputs(trace, constants, names),
         steps=tuple(step for node in nodes if (step := _step(node, names)) is not None),
-        loss=names[outputs[0]],
-        grads=tuple((source, names[node]) for source, node in grads if node is not None),
-        buffers=tuple((source, names[node]) for source, node in buffers if node is not None and not _is_input(node)),
+        loss=names[loss],
+        grads=tuple((source, names[node]) for source, node in grads if node),
+        buffers=tuple((source, names[node]) for source, node in buffers if node and node.op != "placeholder"),
         batch=batch,
-        constants={source: data for source, tensor in constants.items() if (data := _bytes(source, tensor)) is not None},
+        constants={source: numbers for source, numbers in data.items() if numbers is not None},
     )
 
 
-def _is_input(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "get_attr")
+def _constants(program: fx.GraphModule) -> dict[fx.Node, tuple[str, torch.Tensor]]:
+    """The tensors that the program has of its own, each under one name however often it is used."""
+    first: dict[int, str] = {}
+    found = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(program, node.target)
+            found[node] = first.setdefault(id(tensor), node.target), tensor
+    return found
 
 
-def _value_names(trace: Trace, nodes: list[fx.Node]) -> dict[fx.Node, str]:
+def _value_names(trace: Trace, constants: dict[fx.Node, tuple[str, torch.Tensor]]) -> Names:
     """A value is called as torch calls it; an input says what it is, with a colon that no op has in its name."""
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    inputs = {node: f"{kind}:{source}" for node, (kind, source) in zip(placeholders, trace.inputs, strict=True)}
-    inputs |= {node: f"constant:{node.target}" for node in nodes if node.op == "get_attr"}
-    return {node: inputs.get(node, node.name) for node in nodes}
+    names = {node: node.name for node in trace.program.graph.nodes}
+    names |= {node: f"constant:{source}" for node, (source, _) in constants.items()}
+    placeholders = trace.program.graph.find_nodes(op="placeholder")
+    return names | {node: f"{kind}:{source}" for node, (kind, source) in zip(placeholders, trace.inputs, strict=True)}
 
 
-def _inputs(trace: Trace, nodes: list[fx.Node], names: dict[fx.Node, str]) -> tuple[Input, ...]:
-    placeholders = [node for node in nodes if node.op == "placeholder"]
+def _inputs(trace: Trace, constants: dict[fx.Node, tuple[str, torch.Tensor]], names: Names) -> tuple[Input, ...]:
+    placeholders = trace.program.graph.find_nodes(op="placeholder")
     given = [
         Input(kind, source, value_of(names[node], node.meta["val"]))
         for node, (kind, source) in zip(placeholders, trace.inputs, strict=True)
     ]
-    constants = {
-        names[node]: Input("constant", str(node.target), value_of(names[node], getattr(trace.program, str(node.target))))
-        for node in nodes
-        if node.op == "get_attr"
+    own = {
+        source: Input("constant", source, value_of(names[node], tensor)) for node, (source, tensor) in constants.items()
     }
-    return (*given, *constants.values())
+    return (*given, *own.values())
 
 
-def _bytes(source: str, tensor: torch.Tensor) -> bytes | None:
+def _bytes(tensor: torch.Tensor) -> bytes | None:
     """The numbers of a constant in row-major order; None if the module itself has none, as on the meta device."""
     if isinstance(tensor, torch.nn.Parameter):
         raise CaptureError(
@@ -78,7 +85,7 @@ def _bytes(source: str, tensor: torch.Tensor) -> bytes | None:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _step(node: fx.Node, names: dict[fx.Node, str]) -> Step | None:
+def _step(node: fx.Node, names: Names) -> Step | None:
     """The step that a node becomes; None for inputs, the output, and picks from an attention's results."""
     if node.op != "call_function":
         return None
@@ -87,7 +94,7 @@ def _step(node: fx.Node, names: dict[fx.Node, str]) -> Step | None:
     return gemm_of(node, names) or _op(node, names)
 
 
-def _op(node: fx.Node, names: dict[fx.Node, str]) -> Op:
+def _op(node: fx.Node, names: Names) -> Op:
     value = node.meta.get("val")
     return Op(
         name=names[node],
@@ -107,7 +114,7 @@ def _target(node: fx.Node) -> str:
     raise CaptureError(f"'{node.target}' is not an ATen op: write that part of the module with plain torch functions")
 
 
-def _argument(node: fx.Node, argument: Any, names: dict[fx.Node, str]) -> Any:
+def _argument(node: fx.Node, argument: Any, names: Names) -> Any:
     """An argument in the words of a step graph."""
     if isinstance(argument, fx.Node):
         return Ref(names[argument])

@@ -24,7 +24,10 @@ from cleave_dask.graph.torch_ops import is_random
 
 aten = torch.ops.aten
 
+CPU = torch.device("cpu")
+
 Tensors = dict[str, torch.Tensor]
+Source = tuple[Literal["param", "buffer", "batch"], str]
 Call = Callable[[Mapping[str, torch.Tensor]], Any]
 """Runs the module on the leaves of a batch, by path."""
 
@@ -34,7 +37,7 @@ class Trace:
     """The fx graph of a step, and what its placeholders and outputs stand for."""
 
     program: fx.GraphModule
-    inputs: tuple[tuple[Literal["param", "buffer", "batch"], str], ...]  # one per placeholder
+    inputs: tuple[Source, ...]  # one per placeholder
     grads: tuple[str, ...]  # the outputs: the loss, the gradients of these parameters,
     buffers: tuple[str, ...]  # and these buffers after the step
 
@@ -42,10 +45,8 @@ class Trace:
 @contextmanager
 def untouched(module: torch.nn.Module) -> Iterator[None]:
     """Whatever happens to the module's attributes within this context is undone at its end."""
-    stores = [
-        store
-        for part in module.modules()
-        for store in (vars(part), part._parameters, part._buffers, part._modules)
+    stores: list[dict[str, Any]] = [
+        store for part in module.modules() for store in (vars(part), part._parameters, part._buffers, part._modules)
     ]
     before = [dict(store) for store in stores]
     try:
@@ -83,7 +84,8 @@ def trace(module: torch.nn.Module, call: Call, batch: Tensors, known: Tensors, k
     flat = [*state.values(), *leaves.values()]
     with ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(torch.device("cpu"))
+        if torch.get_default_device() != CPU:
+            stack.enter_context(CPU)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))  # random ops move the stream on, as if they ran
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
@@ -92,8 +94,10 @@ def trace(module: torch.nn.Module, call: Call, batch: Tensors, known: Tensors, k
         program = make_fx(step)(*flat)
         torch.clear_autocast_cache()
         program = _purify(program, flat, knowledge.tickets)
-    inputs = [("param", name) for name in params] + [("buffer", name) for name in buffers]
-    return Trace(program, (*inputs, *(("batch", path) for path in batch)), tuple(trained), tuple(buffers))
+    inputs: list[Source] = [("param", name) for name in params]
+    inputs += [("buffer", name) for name in buffers]
+    inputs += [("batch", path) for path in batch]
+    return Trace(program, tuple(inputs), tuple(trained), tuple(buffers))
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +116,8 @@ def _attributes_without_data(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _install(module: torch.nn.Module, swaps: Mapping[int, torch.Tensor]) -> None:
     """Put stand-ins where the module keeps its tensors."""
     for part in module.modules():
-        for store in (part._parameters, part._buffers, vars(part)):
+        stores: list[dict[str, Any]] = [part._parameters, part._buffers, vars(part)]
+        for store in stores:
             for name, tensor in store.items():
                 if id(tensor) in swaps:
                     store[name] = swaps[id(tensor)]
@@ -215,7 +220,8 @@ def _unify_draws(graph: fx.Graph) -> None:
 def _drop_copies_of_inputs(graph: fx.Graph) -> None:
     """Buffers were copied because the module might write to them; in a pure program nothing does."""
     for node in list(graph.nodes):
-        if node.target is aten.clone.default and node.args[0].op == "placeholder":
-            if node.meta["val"].stride() == node.args[0].meta["val"].stride():
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
+        if node.target is not aten.clone.default or node.args[0].op != "placeholder":
+            continue
+        if node.meta["val"].stride() == node.args[0].meta["val"].stride():
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

@@ -28,7 +28,11 @@ def merge_columns(graph: StepGraph) -> StepGraph:
 
 def merge_rows(graph: StepGraph) -> StepGraph:
     """Weight gradients with the same right side: [A1; A2; ...] B gives all their results one above the other."""
-    return _merge_groups(graph, lambda gemm: gemm.inputs[1] if gemm.role == "dW" and not gemm.biases else None, _join_rows)
+
+    def right_side(gemm: Gemm) -> Operand | None:
+        return gemm.inputs[1] if gemm.role == "dW" and not gemm.biases else None
+
+    return _merge_groups(graph, right_side, _join_rows)
 
 
 def merge_sums(graph: StepGraph) -> StepGraph:
@@ -120,7 +124,8 @@ class _Program:
         self.steps: dict[int, Step] = dict(enumerate(graph.steps))
         self.levels = find_levels(graph)
         self.writer = {name: index for index, step in enumerate(graph.steps) for name in step.writes}
-        self.value = {value.name: value for step in graph.steps for value in written(step)}
+        self.value = {entry.value.name: entry.value for entry in graph.inputs}
+        self.value |= {value.name: value for step in graph.steps for value in written(step)}
         self.uses = Counter(name for step in graph.steps for name in step.reads)
         self.uses.update([graph.loss, *(value for _, value in graph.grads), *(value for _, value in graph.buffers)])
 
@@ -144,8 +149,8 @@ class _Program:
         for name, term in terms.items():
             groups.setdefault(self._signature(term), []).append(name)
         groups = {key: names for key, names in groups.items() if len(names) > 1}
-        layouts = {_layout(self.value[name]) for name in self._names(adds) | {n for ns in groups.values() for n in ns}}
-        if not groups or len(layouts) != 1:
+        layouts = {_layout(self.value[name]) for name in (*leaves, *(self.steps[add].writes[0] for add in adds))}
+        if not groups or len(layouts) > 1:
             return
         for names in groups.values():
             self._fold([terms[name] for name in names])
@@ -220,9 +225,6 @@ class _Program:
         assert isinstance(step, Op)
         return (argument.name for argument in step.args)
 
-    def _names(self, indices: Iterable[int]) -> set[str]:
-        return {name for index in indices for name in self.steps[index].writes}
-
     def _writing(self, name: str) -> Step | None:
         return self.steps.get(self.writer[name]) if name in self.writer else None
 
@@ -232,8 +234,7 @@ class _Program:
             return False
         if len(step.args) != 2 or not all(isinstance(argument, Ref) for argument in step.args):
             return False
-        shapes = {self.value[name].shape if name in self.value else None for name in step.reads}
-        return shapes == {step.value.shape}
+        return all(self.value[name].shape == step.value.shape for name in step.reads)
 
 
 def _layout(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], str]:

@@ -26,7 +26,7 @@ def run_op(op: Op, env: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def run_gemm(gemm: Gemm, env: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """What a gemm yields, laid out as its outputs say. A joined gemm is run part by part: nothing is copied to join it."""
+    """What a gemm yields, laid out as its outputs say. Joined gemms are run part by part, which copies nothing."""
     sides = [[env[part.name] for part in operand.parts] for operand in gemm.inputs]
     match gemm.kind:
         case "gemm":
@@ -91,15 +91,22 @@ def execute(
 def _products(gemm: Gemm, left: list[Any], right: list[Any], env: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The products of the parts: one for each output, or all added up."""
     if len(left) > 1 and len(right) > 1:
-        total = torch.mm(left[0], right[0])
-        for a, b in zip(left[1:], right[1:], strict=True):
-            total.addmm_(a, b)
-        yield total
+        yield _sum_of_products(left, right)
         return
     biases = gemm.biases or (None,) * len(gemm.outputs)
     for number, bias in enumerate(biases):
         a, b = left[number if len(left) > 1 else 0], right[number if len(right) > 1 else 0]
         yield torch.mm(a, b) if bias is None else torch.addmm(env[bias.name], a, b)
+
+
+def _sum_of_products(left: list[Any], right: list[Any]) -> torch.Tensor:
+    """A1 B1 + A2 B2 + ...: in half precision as one product, so that the sum is rounded once."""
+    if left[0].dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(torch.cat(left, 1), torch.cat(right, 0))
+    total = torch.mm(left[0], right[0])
+    for a, b in zip(left[1:], right[1:], strict=True):
+        total.addmm_(a, b)
+    return total
 
 
 def _laid_out(tensor: torch.Tensor, value: Value) -> torch.Tensor:

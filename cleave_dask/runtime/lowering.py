@@ -137,10 +137,6 @@ class Lowered:
             jobs=tuple(job_skeleton(j.gemm, j.tiles, j.after, j.rank) for j in self.schedule.jobs),
         )
 
-    def expression(self, run: str, step: int) -> StepExpression:
-        """The step as it is submitted."""
-        return StepExpression(run, step, self.skeleton)
-
     def tasks(self, run: str = "preview", step: int = 0) -> dict[Key, OrderedTask]:
         """The Dask graph of the step, as the scheduler will expand it."""
         return self.skeleton.tasks(run, step)

@@ -110,8 +110,7 @@ class WorkerProcess(DaskProcess):
 
     def __init__(self, scheduler: str, *, name: str, folder: str, options: Iterable[str], threads: int) -> None:
         command = ("worker", scheduler, "--name", name, "--no-nanny", "--no-dashboard", "--local-directory", folder)
-        command += _WATCHED
-        super().__init__(name, folder, (*command, *options), dict.fromkeys(_THREADS, str(threads)))
+        super().__init__(name, folder, (*command, *_WATCHED, *options), dict.fromkeys(_THREADS, str(threads)))
 
 
 class ServedCluster(SpecCluster):

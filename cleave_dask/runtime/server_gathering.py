@@ -33,9 +33,7 @@ def operand_slice(
     """The parts of an operand's slice, ready to send, and the axis along which the device joins them."""
     operand = gemm.inputs[number]
     spans = ranges if gemm.kind == "gemm" else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
-    parts = [
-        to_wire(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)
-    ]
+    parts = [to_wire(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)]
     return parts, operand.axis
 
 
@@ -110,6 +108,7 @@ class Gathering:
         if not 0 <= number < len(self.tiles):
             raise TileRejected(f"tile {number} of a job of {len(self.tiles)} tiles")
         gemm, tile = self.gemm, self.tiles[number]
+        wanted: list[tuple[tuple[int, ...], str]]
         if gemm.kind == "gemm":
             wanted = [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
         else:

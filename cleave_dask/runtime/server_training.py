@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -38,7 +38,7 @@ class Counters:
     tiles: int = 0
     retries: int = 0
     rejected: int = 0
-    spent: Counter[str] = field(default_factory=Counter)  # seconds, by what they went into
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by use
     started: float = field(default_factory=perf_counter)
 
 
@@ -115,7 +115,7 @@ class Training:
         start = perf_counter()
         parts, axis = operand_slice(self._job_gemm(job), operand, ranges, self.read)
         with self._lock:
-            self.counters.spent.update(slice=perf_counter() - start)
+            self.counters.spent["slice"] += perf_counter() - start
             self.counters.down_bytes += sum(part.nbytes for part in parts)
         return parts, axis
 
@@ -125,7 +125,8 @@ class Training:
         start = perf_counter()
         fresh = self.gathering(job).accept(tile, arrays)
         with self._lock:
-            self.counters.spent.update(timing, gather=perf_counter() - start)
+            for use, seconds in {**timing, "gather": perf_counter() - start}.items():
+                self.counters.spent[use] += seconds
             self.counters.up_bytes += sum(array.nbytes for array in arrays)
             self.counters.tiles += fresh
             self.counters.retries += not fresh
@@ -166,7 +167,7 @@ class Training:
         self._release(released)
         for job in this.jobs:
             self._gatherings[job].outputs = []
-        self.counters.spent.update(rounds=perf_counter() - start)
+        self.counters.spent["rounds"] += perf_counter() - start
 
     def _release(self, names: Iterable[str]) -> None:
         """One reader less for each; a value without readers is freed."""
@@ -194,7 +195,7 @@ class Training:
         start = perf_counter()
         if last:
             self._update()
-        self.counters.spent.update(update=perf_counter() - start)
+        self.counters.spent["update"] += perf_counter() - start
         record = {
             "step": self.updates,
             "loss": sum(self._losses) / len(self._losses),

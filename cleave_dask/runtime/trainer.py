@@ -30,7 +30,7 @@ from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.cluster import inspect
-from cleave_dask.runtime.lowering import Lowered, finish_key, lower
+from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import pack
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
@@ -93,25 +93,13 @@ class Trainer:
         self._passes += 1
         wired = {source: (to_serialize(to_wire(tensor)), _dtype(tensor)) for source, tensor in batch.items()}
         self._call("cleave_begin", step=step, batch=wired)
-        future = self._submit(step)
+        future = submit(self.client, self._run, step, self.lowered.skeleton)
         try:
             return self._wait(future)
         finally:
             future.cancel()
 
-    def _submit(self, step: int) -> Future:
-        """Send the step to the scheduler as one expression."""
-        assert self._lowered is not None
-        key = finish_key(self._run, step)
-        futures: dict[Key, Future] = self.client._graph_to_futures(
-            self._lowered.expression(self._run, step),
-            [key],
-            span_metadata=SpanMetadata(collections=[{"type": "cleave_dask.StepExpression"}]),
-            internal_priority={key: 0},  # the plugin ranks the rest; an empty mapping would have Dask order them all
-        )
-        return futures[key]
-
-    def _wait(self, future: Future) -> dict[str, Any]:
+    def _wait(self, future: Future[Any]) -> dict[str, Any]:
         """The record of a step; looks at the cluster now and then, so that a lost server is no silent hang."""
         while True:
             try:
@@ -127,7 +115,8 @@ class Trainer:
 
     def _check_server(self) -> None:
         """Raise if the server is not the one that holds the weights any more; devices may come and go."""
-        servers = {facts["address"] for facts in self.client.sync(self.client.scheduler.cleave_info)["server"].values()}
+        scheduler: Any = self.client.scheduler
+        servers = {facts["address"] for facts in self.client.sync(scheduler.cleave_info)["server"].values()}
         if self._cluster.server not in servers:
             raise ClusterError(
                 f"the server at {self._cluster.server} has left, and with it the weights of this run; "
@@ -206,7 +195,7 @@ class Trainer:
         clip_norm: float | None,
     ) -> None:
         """Move weights, optimizer and random state to the server."""
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
         packed = pack(optimizer, schedule, names)
         settings = {"clip_norm": clip_norm, "accumulate": self._accumulate}
         self._call("cleave_open", settings=settings, random_state=torch.get_rng_state().numpy().tobytes())
@@ -239,6 +228,18 @@ class Trainer:
         if self.checkpoint is None:
             raise CheckpointError("this trainer has no checkpoint folder; give one: Trainer(..., checkpoint='run')")
         return str(self.checkpoint)
+
+
+def submit(client: Client, run: str, step: int, skeleton: Skeleton) -> Future[Any]:
+    """Send a step to the scheduler as one expression; the future is of its record."""
+    key = finish_key(run, step)
+    futures: dict[Key, Future[Any]] = client._graph_to_futures(
+        StepExpression(run, step, skeleton),
+        [key],
+        span_metadata=SpanMetadata(collections=[{"type": "cleave_dask.StepExpression"}]),
+        internal_priority={key: 0},  # the plugin ranks the rest; an empty mapping would have Dask order them all
+    )
+    return futures[key]
 
 
 def _micro_batches(

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
+from functools import partial
+from time import monotonic, process_time
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -15,9 +17,11 @@ from distributed import Client
 
 from cleave_dask.errors import ClusterError
 from cleave_dask.fleet.devices import Fleet
+from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import inspect
+from cleave_dask.runtime.lowering import JobSkeleton, Skeleton
 from cleave_dask.runtime.processes import ServedCluster
-from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.runtime.trainer import Trainer, submit
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
 
@@ -51,13 +55,33 @@ def test_devices_are_light_and_describe_themselves(fleet: LocalFleet, client: Cl
     with Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client) as trainer:
         trainer.step(**models.tokens())
     devices = [facts["address"] for facts in inspect(client).devices.values()]
-    loaded = client.run(lambda: sorted({"torch", "transformers", "zarr", "bokeh"} & sys.modules.keys()), workers=devices)
-    assert loaded == dict.fromkeys(devices, [])
+    heavy = {"torch", "transformers", "zarr", "bokeh"}
+    loaded = client.run(lambda: heavy & sys.modules.keys(), workers=devices)
+    assert loaded == {device: set() for device in devices}
     for pid in fleet.pids.values():
         assert psutil.Process(pid).memory_info().rss < 200 * MB
     described = Fleet.from_cluster(client)
     assert sorted(device.name for device in described.devices) == sorted(fleet.pids)
     assert all(device.flops > 1e8 for device in described.devices)
+
+
+def test_fifty_thousand_tiles_cost_the_client_little_and_leave_nothing_behind() -> None:
+    cuts = np.arange(50_000 * 6, dtype=np.int32).reshape(50_000, 6)
+    job = JobSkeleton("gemm", "float32", False, None, cuts, ("nobody",) * 50_000, (), rank=0)
+    skeleton = Skeleton(rounds=(((0,), (), 1 << 40),), jobs=(job,))
+    with ServedCluster() as cluster, Client(cluster, set_as_default=False) as client:
+        start = process_time()
+        future = submit(client, "many", 0, skeleton)
+        assert process_time() - start < 0.5
+        wait_for_tasks(client, 50_002)
+        future.cancel()
+        wait_for_tasks(client, 0)
+
+
+def wait_for_tasks(client: Client, count: int) -> None:
+    deadline = monotonic() + 120
+    while client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) != count:
+        assert monotonic() < deadline, f"waited too long for {count} tasks"
 
 
 def test_what_a_cluster_lacks_is_said() -> None:
@@ -75,13 +99,17 @@ def test_what_a_cluster_lacks_is_said() -> None:
             assert list(inspect(client).devices) == ["extra"]
 
 
-def test_a_server_that_dies_in_a_step_is_an_error_not_a_hang() -> None:
+def test_slices_come_once_and_a_server_that_dies_is_an_error_not_a_hang() -> None:
     module = models.llama()
     with LocalFleet(1) as fleet, fleet.get_client() as client:
-        trainer = Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client)
+        every = partial(plan, min_flops=0, grid=(3, 2, 2))
+        trainer = Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client, plan=every)
         trainer.step(**models.tokens())
+        assert trainer.records[-1]["down_bytes"] == trainer.plan.down_bytes, "each slice once for all tiles of a device"
+        assert trainer.records[-1]["up_bytes"] == trainer.plan.up_bytes
         psutil.Process(fleet.server_pid).kill()
         with pytest.raises(ClusterError, match="server at"):
             trainer.step(**models.tokens())
+        wait_for(client, fleet.server_name, present=False)
         with pytest.raises(ClusterError, match="no server has joined"):
             Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client)

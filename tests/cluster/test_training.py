@@ -13,7 +13,7 @@ from torch import nn
 
 from cleave_dask.errors import BatchError, StepError
 from cleave_dask.planning.planner import Grid, plan
-from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.runtime.trainer import Planner, Trainer
 from tests import models
 
 Model = Callable[[], nn.Module]
@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[Model, models.Batch]] = {
 }
 
 
-def planner(grid: Grid | None) -> Callable[..., object]:
+def planner(grid: Grid | None) -> Planner:
     """Send out every gemm, however small."""
     return partial(plan, min_flops=0, grid=grid)
 
@@ -37,12 +37,12 @@ def tasks_left(client: Client) -> int:
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
-@pytest.mark.parametrize("name", MODELS)
-def test_one_step_equals_torch(client: Client, name: str, grid: Grid | None) -> None:
-    build, batch = MODELS[name]
+@pytest.mark.parametrize("model", MODELS)
+def test_one_step_equals_torch(client: Client, model: str, grid: Grid | None) -> None:
+    build, batch = MODELS[model]
     module, reference = build(), build()
     loss = models.loss_of(reference, batch)
-    loss.backward()
+    torch.autograd.backward(loss)
     before = copy.deepcopy(module.state_dict())
     with Trainer(module, torch.optim.SGD(module.parameters(), lr=1.0), client, plan=planner(grid)) as trainer:
         assert trainer.step(**batch) == pytest.approx(loss.item(), abs=1e-5)
@@ -51,9 +51,9 @@ def test_one_step_equals_torch(client: Client, name: str, grid: Grid | None) -> 
     for parameter, tensor in reference.named_parameters():
         assert tensor.grad is not None
         torch.testing.assert_close(before[parameter] - after[parameter], tensor.grad, atol=1e-5, rtol=1e-4)
-    for buffer, tensor in reference.named_buffers():
-        if buffer in after:
-            torch.testing.assert_close(after[buffer], tensor, atol=1e-6, rtol=1e-5)
+    for name, buffer in reference.named_buffers():
+        if name in after:
+            torch.testing.assert_close(after[name], buffer, atol=1e-6, rtol=1e-5)
     assert tasks_left(client) == 0
 
 
@@ -73,7 +73,7 @@ def test_twenty_steps_follow_torch(client: Client, name: str) -> None:
     for batch in batches:
         plain.zero_grad()
         loss = models.loss_of(reference, batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         plain.step()
         expected.append(loss.item())
     with Trainer(module, optimizer, client, plan=planner(None)) as trainer:
@@ -99,7 +99,7 @@ def test_clipping_accumulation_and_schedule_follow_torch(client: Client) -> None
         halves = [{name: tensor.chunk(2)[half] for name, tensor in batch.items()} for half in range(2)]
         losses = [models.loss_of(reference, half) for half in halves]
         for loss in losses:
-            (loss / 2).backward()
+            torch.autograd.backward(loss / 2)
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         plain.step()
         plain_schedule.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,9 +47,7 @@ extents = st.integers(1, 40)
 
 
 @given(extents, extents, extents, st.integers(1, 9), st.one_of(st.none(), st.tuples(extents, extents, extents)))
-def test_tiles_partition_the_cuboid(
-    m: int, n: int, k: int, devices: int, grid: tuple[int, int, int] | None
-) -> None:
+def test_tiles_partition_the_cuboid(m: int, n: int, k: int, devices: int, grid: tuple[int, int, int] | None) -> None:
     product = gemm(m, n, k)
     found = plan(graph_of(product), fleet_of(devices), min_flops=0, grid=grid)
     assert_partition(found, product)
@@ -69,7 +69,7 @@ def test_cuts_cover_a_length_without_gaps(length: int, parts: int) -> None:
     ranges = cut(length, parts)
     assert ranges[0][0] == 0
     assert ranges[-1][1] == length
-    assert all(a[1] == b[0] and a[0] < a[1] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] and a[0] < a[1] for a, b in pairwise(ranges))
 
 
 def test_a_device_too_small_for_one_number_is_named() -> None:

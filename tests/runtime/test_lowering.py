@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from time import process_time
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from dask.order import order
 from dask.typing import Key
+from torch import nn
 
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.capture import capture
@@ -20,7 +21,12 @@ from cleave_dask.runtime.lowering import JobSkeleton, Lowered, Skeleton, StepExp
 from cleave_dask.runtime.tasks import OrderedTask
 from tests import models
 
-BUILDERS = {"opt": models.opt, "llama": models.llama, "gpt2": models.gpt2, "dropout": lambda: models.opt(dropout=0.1)}
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "opt": models.opt,
+    "llama": models.llama,
+    "gpt2": models.gpt2,
+    "dropout": lambda: models.opt(dropout=0.1),
+}
 
 
 @cache

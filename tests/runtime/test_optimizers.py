@@ -408,20 +408,6 @@ def test_a_pack_leaves_the_optimizer_as_it_was() -> None:
     assert vars(optimizer) == before
 
 
-class Mine(Optimizer):
-    """Stands for a class of the user's script, which no other process can import."""
-
-    def __init__(self, params: list[Tensor], factor: float) -> None:
-        super().__init__(params, {"lr": 1.0})
-        self.factor = factor
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad, alpha=group["lr"] * self.factor)
-
-
 RECEIVER = """
 import sys, torch
 from cleave_dask.runtime.optimizers import unpack
@@ -437,6 +423,19 @@ print(weight.tolist(), schedule.get_last_lr())
 
 
 def test_classes_of_the_users_own_script_reach_another_process() -> None:
+    class Mine(Optimizer):
+        """Stands for a class of the user's script, which no other process can import."""
+
+        def __init__(self, params: list[Tensor], factor: float) -> None:
+            super().__init__(params, {"lr": 1.0})
+            self.factor = factor
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * self.factor)
+
     weight = nn.Parameter(torch.zeros(2))
     optimizer = Mine([weight], 0.5)
     optimizer.register_step_post_hook(lambda *_: print("stepped"))

@@ -1,0 +1,36 @@
+"""What people read runs as it stands: the code of the README, and every notebook."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_the_readme_code_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    for number, block in enumerate(blocks):
+        script = tmp_path / f"block{number}.py"
+        script.write_text(block)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        losses = [float(line) for line in done.stdout.split()]
+        assert len(losses) == 5
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run_from_top_to_bottom(notebook: Path) -> None:
+    content = nbformat.read(notebook, as_version=4)  # type: ignore[no-untyped-call]
+    NotebookClient(content, timeout=240, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    texts = [str(output) for cell in content.cells for output in cell.get("outputs", [])]
+    assert any("on devices" in text for text in texts)
