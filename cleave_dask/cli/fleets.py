@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,9 @@ SCHEDULER_PORT = 8786
 MOST_DEVICES = 64
 """Devices of a local fleet, each a process of some 100 MB; a larger one is surely meant for planning."""
 
-_PROBE_SECONDS = 5.0
+_EXAMPLE = "give an address such as tcp://10.0.0.1:8786"
+_GREETING = b"pickle-protocol"  # part of the first message of every Dask listener
+_LONGEST_GREETING = 4096  # bytes
 
 
 @contextmanager
@@ -67,52 +70,76 @@ def joined(address: str) -> Iterator[Client]:
     from cleave_dask import config
 
     probe(address)
-    patience = config.seconds("timeouts.server")
     try:
-        client = Client(address, timeout=patience)
+        client = Client(address, timeout=config.seconds("timeouts.server"))
     except ValueError as error:
-        raise InputError(f"--scheduler is {address!r}: {error}; give an address such as tcp://10.0.0.1:8786") from error
-    except OSError as error:
-        raise ClusterError(
-            f"whatever listens at {address} does not answer as a Dask scheduler within {patience:g} s; "
-            "give the address that `cleave serve` printed"
-        ) from error
+        raise InputError(f"--scheduler is {address!r}: {error}; {_EXAMPLE}") from error
+    except (OSError, TypeError, AssertionError) as error:  # a worker is Dask too, and answers oddly
+        raise ClusterError(_not_dask(address)) from error
     with client:
         yield client
 
 
 def probe(address: str) -> None:
-    """Raise unless something listens there: Dask itself would keep trying for its whole timeout."""
-    from distributed.comm.addressing import parse_host_port
+    """Raise unless a Dask scheduler, or something very like it, greets whoever connects there.
+
+    Dask's own client would try an address without listener for its whole timeout, and wait without end for the
+    greeting of a listener that says nothing.
+    """
+    from distributed.comm.addressing import parse_address, parse_host_port
+
+    from cleave_dask import config
 
     try:
-        host, port = parse_host_port(address, SCHEDULER_PORT)
-        port = int(port)
+        scheme, place = parse_address(address)
+        host, port = parse_host_port(place, SCHEDULER_PORT)
+        where = (host, int(port))
     except ValueError as error:
-        raise InputError(f"--scheduler is {address!r}: {error}; give an address such as tcp://10.0.0.1:8786") from error
+        raise InputError(f"--scheduler is {address!r}: {error}; {_EXAMPLE}") from error
     try:
-        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+        with socket.create_connection(where, timeout=config.seconds("timeouts.server")) as connection:
+            greeted = scheme != "tcp" or _greets(connection)  # over TLS it is the client who speaks first
     except (OSError, OverflowError) as error:
         raise ClusterError(
             f"no scheduler answers at {address} ({error}); is `cleave serve` running there, "
             "and can this machine reach it?"
         ) from error
+    if not greeted:
+        raise ClusterError(_not_dask(address))
+
+
+def _greets(connection: socket.socket) -> bool:
+    """Whether the other side introduces itself as Dask does."""
+    heard = b""
+    try:
+        while _GREETING not in heard and len(heard) < _LONGEST_GREETING:
+            more = connection.recv(_LONGEST_GREETING)
+            if not more:
+                break
+            heard += more
+    except TimeoutError:
+        return False
+    return _GREETING in heard
+
+
+def _not_dask(address: str) -> str:
+    return (
+        f"what listens at {address} does not answer as a Dask scheduler; give the address that `cleave serve` printed"
+    )
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise if nobody can listen on that port, or it is taken already."""
-    if port == 0:
-        return
+    """Raise if nobody can listen there, or somebody does already."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
     except OSError as error:
-        raise ClusterError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; "
-            "give another --port (0: any that is free), or stop what uses it"
-        ) from error
+        remedy = "give a --host that is this machine's"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            remedy = "give another --port (0: any that is free), or stop what uses it"
+        raise ClusterError(f"cannot listen on {host} port {port}: {error.strerror}; {remedy}") from error
 
 
 def is_local(host: str) -> bool:

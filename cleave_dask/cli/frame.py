@@ -142,4 +142,4 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not any(dask.config.get(key, None) for key in ("logging", "distributed.logging", "logging-file-config")):
         names = ("distributed", "distributed.client", "distributed.gc", "asyncio")
-        dask.config.set({"logging": dict.fromkeys(names, "error")})
+        dask.config.set({"logging": {**dict.fromkeys(names, "error"), "tornado.application": "critical"}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 KEYS = ("step", "loss", "seconds", "down_bytes", "up_bytes", "tiles", "retries", "rejected")
 """What is told of each step, in JSON."""
 
-_LINES = 20  # plain lines of a whole run, about
+_LINES = 20  # plain lines of a whole run, if steps are quick
+_SILENCE = 10.0  # seconds without a line before the next step gets one
 
 Record = Mapping[str, Any]
 
@@ -61,7 +63,9 @@ class JsonLines(View):
 
 
 class PlainLines(View):
-    """A line every few steps, without colours or control characters."""
+    """A line every few steps, and at least one in a while, without colours or control characters."""
+
+    _printed = 0.0
 
     def say(self, text: str) -> None:
         """A line for the person who watches."""
@@ -71,7 +75,9 @@ class PlainLines(View):
         """A step is done."""
         number = record["step"]
         every = max(1, (self.total - self.first + 1) // _LINES)
-        if number in (self.first, self.total) or number % every == 0:
+        silent = monotonic() - self._printed >= _SILENCE
+        if silent or number in (self.first, self.total) or number % every == 0:
+            self._printed = monotonic()
             click.echo(f"step {number:>{len(str(self.total))}}/{self.total}  {_facts(record, self.tokens)}")
 
 

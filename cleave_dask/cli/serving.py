@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 """Seconds between two looks at who is there."""
 
+_PRELOAD = "--preload cleave_dask.runtime.device"
+
 _WARNING = """\
 warning: listening on {host}. Nothing is encrypted and nobody is asked who they are: anyone who can reach this port can
 read weights and run code on this machine and on every device. Use it only on a network that you trust."""
@@ -60,7 +62,7 @@ def _introduce(cluster: ServedCluster, *, as_json: bool) -> None:
     lines = {
         "scheduler": address,
         "dashboard": cluster.dashboard_link,
-        "device": f"dask worker {address} --preload cleave_dask.runtime.device",
+        "device": f"dask worker {address} {_PRELOAD}",
         "train": f"cleave train tiny-llama --scheduler {address}",
     }
     if as_json:
@@ -76,16 +78,25 @@ def _introduce(cluster: ServedCluster, *, as_json: bool) -> None:
 def _watch(cluster: ServedCluster, say: Callable[[str], None]) -> None:
     """Tell who joins and who leaves, until interrupted or until there is nothing left to serve."""
     present: set[str] = set()
-    pause = Event()  # never set: only to wait on, which signals interrupt
     scheduler: Any = cluster.scheduler
+    pause = Event()  # never set: only to wait on, which signals interrupt
     while not pause.wait(LOOK_SECONDS):
         if scheduler.dead:
             raise ClusterError(f"the scheduler has ended; its log ends with\n{scheduler.explain()}")
-        names = {str(worker["name"]) for worker in list(cluster.scheduler_info["workers"].values())}
-        if cluster.server_name not in names:
+        roles = {str(worker["name"]): _role(worker) for worker in list(cluster.scheduler_info["workers"].values())}
+        if cluster.server_name not in roles:
             raise ClusterError(f"the server has ended; what it logged is in {cluster.folder}")
-        devices = names - {cluster.server_name}
-        for change, who in (("joined", devices - present), ("left", present - devices)):
-            for name in sorted(who):
-                say(f"{name} has {change}; devices: {len(devices)}")
-        present = devices
+        del roles[cluster.server_name]
+        devices = sum(role == "device" for role in roles.values())
+        for name in sorted(roles.keys() - present):
+            advice = "" if roles[name] else f", but gets no tiles: start it with {_PRELOAD}"
+            say(f"{name} has joined{advice}; devices: {devices}")
+        for name in sorted(present - roles.keys()):
+            say(f"{name} has left; devices: {devices}")
+        present = set(roles)
+
+
+def _role(worker: dict[str, Any]) -> str | None:
+    """What a worker said it is when it joined; nothing if it did so without this package."""
+    role: str | None = (worker.get("cleave") or {}).get("role")
+    return role

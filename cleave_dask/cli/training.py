@@ -214,9 +214,11 @@ class Run:
                 self.view.step(record)
                 if self.done % self.options.save_every == 0 or self.done == total:
                     self.save()
-        except (KeyboardInterrupt, StepError, BatchError):
+        except BaseException as error:
             self.view.end()
-            self._rescue()
+            if isinstance(error, KeyboardInterrupt | StepError | BatchError):  # the server's weights are whole
+                self._rescue()
+            self._announce()
             raise
         self.view.end()
         self._conclude()
@@ -234,6 +236,9 @@ class Run:
                 self.save()
             except CleaveError as error:
                 self.view.say(f"step {self.done} could not be saved: {error}")
+
+    def _announce(self) -> None:
+        """What is on disk when a run ends before its time, and how to go on."""
         if self.saved:
             self.view.say(f"checkpoint: {self.folder} (step {self.saved})")
             again = f"cleave train {quote(self.options.recipe)} --checkpoint {quote(str(self.folder))} --resume"

@@ -49,6 +49,8 @@ def _constants(program: fx.GraphModule) -> dict[fx.Node, tuple[str, torch.Tensor
     for node in program.graph.nodes:
         if node.op == "get_attr":
             tensor = getattr(program, node.target)
+            if not isinstance(tensor, torch.Tensor):
+                raise _unsendable(tensor)
             found[node] = first.setdefault(id(tensor), node.target), tensor
     return found
 
@@ -99,8 +101,8 @@ def _op(node: fx.Node, names: Names) -> Op:
     return Op(
         name=names[node],
         target=_target(node),
-        args=tuple(_argument(node, argument, names) for argument in node.args),
-        kwargs=tuple((key, _argument(node, argument, names)) for key, argument in node.kwargs.items()),
+        args=tuple(_argument(argument, names) for argument in node.args),
+        kwargs=tuple((key, _argument(argument, names)) for key, argument in node.kwargs.items()),
         value=value_of(names[node], value) if isinstance(value, torch.Tensor) else None,
         random=is_random(node.target),
     )
@@ -114,18 +116,22 @@ def _target(node: fx.Node) -> str:
     raise CaptureError(f"'{node.target}' is not an ATen op: write that part of the module with plain torch functions")
 
 
-def _argument(node: fx.Node, argument: Any, names: Names) -> Any:
+def _argument(argument: Any, names: Names) -> Any:
     """An argument in the words of a step graph."""
     if isinstance(argument, fx.Node):
         return Ref(names[argument])
     if isinstance(argument, (tuple, list)):
-        return tuple(_argument(node, item, names) for item in argument)
+        return tuple(_argument(item, names) for item in argument)
     if isinstance(argument, LITERALS):
         return argument
     constant = constant_of(argument)
     if constant is None:
-        raise CaptureError(
-            f"{node.target} takes a {type(argument).__name__}, which cannot be sent to the server: "
-            "do without it (for a torch.Generator: seed the global one)"
-        )
+        raise _unsendable(argument)
     return constant
+
+
+def _unsendable(thing: Any) -> CaptureError:
+    return CaptureError(
+        f"an op of the step takes a {type(thing).__name__}, which cannot be sent to the server: "
+        "do without it; instead of a torch.Generator, seed the global one"
+    )

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as lr
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
@@ -33,14 +34,8 @@ MATRICES = ("matrix", "wide", "transposed")
 def parameters(only: tuple[str, ...] | None = None) -> Params:
     """Parameters of several kinds: bfloat16, and laid out in memory in other orders than C's."""
     chance = torch.Generator().manual_seed(0)
-    shapes = {
-        "matrix": (6, 5),
-        "wide": (3, 9),
-        "transposed": (4, 7),
-        "vector": (8,),
-        "scalar": (),
-        "conv": (3, 4, 2, 2),
-    }
+    shapes = {"matrix": (6, 5), "wide": (3, 9), "transposed": (4, 7), "vector": (8,), "scalar": ()}
+    shapes["conv"] = (3, 4, 2, 2)
     made: Params = {}
     for name, shape in shapes.items():
         tensor = torch.randn(shape, generator=chance)
@@ -50,6 +45,10 @@ def parameters(only: tuple[str, ...] | None = None) -> Params:
             tensor = tensor.to(memory_format=torch.channels_last)
         made[name] = nn.Parameter(tensor.bfloat16() if name == "wide" else tensor)
     return {name: made[name] for name in only or made}
+
+
+def kinds(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: getattr(item, "dtype", type(item)) for key, item in state.items()}
 
 
 def names_of(params: Params) -> dict[Tensor, str]:
@@ -70,7 +69,7 @@ def train(params: Params, optimizer: Optimizer, schedule: LRScheduler | None, st
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         optimizer.step()
         match schedule:
-            case lr_scheduler.ReduceLROnPlateau():
+            case lr.ReduceLROnPlateau():
                 schedule.step(float(step // 2))
             case LRScheduler():
                 schedule.step()
@@ -85,9 +84,8 @@ def assert_same(one: Params, two: Params) -> None:
 
 def through_json(arrays: dict[str, StoredArray], document: dict[str, Any]) -> tuple[dict[str, StoredArray], Any]:
     """As a store would give them back: copies in C order, and parsed text."""
-    return {name: StoredArray(item.data.copy("C"), item.dtype) for name, item in arrays.items()}, json.loads(
-        json.dumps(document, allow_nan=False)
-    )
+    copied = {name: StoredArray(item.data.copy("C"), item.dtype) for name, item in arrays.items()}
+    return copied, json.loads(json.dumps(document, allow_nan=False))
 
 
 def constant(value: float, step: int) -> float:
@@ -153,35 +151,27 @@ OPTIMIZERS: dict[str, Factory] = {
 }
 
 SCHEDULES: dict[str, Schedule] = {
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    "LambdaLR-partial": lambda optimizer: lr_scheduler.LambdaLR(optimizer, partial(constant, 0.8)),
-    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 1 / (1 + step)),
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
-    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 4, 4]),
-    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, total_iters=4),
-    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=7),
-    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
-    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 9, 2.0),
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 7),
-    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
-    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, cycle_momentum=False),
-    "CyclicLR-range": lambda optimizer: lr_scheduler.CyclicLR(
-        optimizer, 0.01, 0.1, 2, mode="exp_range", gamma=0.9, cycle_momentum=False
+    "LambdaLR": lambda it: lr.LambdaLR(it, lambda step: 0.9**step),
+    "LambdaLR-partial": lambda it: lr.LambdaLR(it, partial(constant, 0.8)),
+    "MultiplicativeLR": lambda it: lr.MultiplicativeLR(it, lambda step: 1 / (1 + step)),
+    "StepLR": lambda it: lr.StepLR(it, 2),
+    "MultiStepLR": lambda it: lr.MultiStepLR(it, [1, 4, 4]),
+    "ConstantLR": lambda it: lr.ConstantLR(it, total_iters=4),
+    "LinearLR": lambda it: lr.LinearLR(it, total_iters=7),
+    "ExponentialLR": lambda it: lr.ExponentialLR(it, 0.9),
+    "PolynomialLR": lambda it: lr.PolynomialLR(it, 9, 2.0),
+    "CosineAnnealingLR": lambda it: lr.CosineAnnealingLR(it, 7),
+    "CosineAnnealingWarmRestarts": lambda it: lr.CosineAnnealingWarmRestarts(it, 2),
+    "CyclicLR": lambda it: lr.CyclicLR(it, 0.01, 0.1, 2, cycle_momentum=False),
+    "CyclicLR-range": lambda it: lr.CyclicLR(it, 0.01, 0.1, 2, mode="exp_range", gamma=0.9, cycle_momentum=False),
+    "CyclicLR-own": lambda it: lr.CyclicLR(it, 0.01, 0.1, 2, scale_fn=lambda cycle: 1 / cycle, cycle_momentum=False),
+    "OneCycleLR": lambda it: lr.OneCycleLR(it, 0.5, total_steps=20),
+    "ReduceLROnPlateau": lambda it: lr.ReduceLROnPlateau(it, patience=1),
+    "SWALR": lambda it: SWALR(it, 0.05, anneal_epochs=4),
+    "SequentialLR": lambda it: lr.SequentialLR(
+        it, [lr.LinearLR(it, total_iters=3), lr.CosineAnnealingLR(it, 9)], milestones=[3]
     ),
-    "CyclicLR-own": lambda optimizer: lr_scheduler.CyclicLR(
-        optimizer, 0.01, 0.1, 2, scale_fn=lambda cycle: 1 / cycle, cycle_momentum=False
-    ),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20),
-    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
-    "SWALR": lambda optimizer: SWALR(optimizer, 0.05, anneal_epochs=4),
-    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)],
-        milestones=[3],
-    ),
-    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    ),
+    "ChainedScheduler": lambda it: lr.ChainedScheduler([lr.ConstantLR(it, total_iters=2), lr.ExponentialLR(it, 0.9)]),
 }
 
 CASES = [pytest.param(factory, None, id=name) for name, factory in OPTIMIZERS.items()]
@@ -195,7 +185,7 @@ def test_every_optimizer_of_torch_is_among_the_cases() -> None:
     kinds = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Optimizer)}
     tried = {type(factory(list(parameters(MATRICES).values()))) for factory in OPTIMIZERS.values()}
     assert kinds - tried == {Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
-    schedules = {getattr(lr_scheduler, name) for name in lr_scheduler.__all__}
+    schedules = {getattr(lr, name) for name in lr.__all__}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
     assert schedules - {type(schedule(optimizer)) for schedule in SCHEDULES.values()} == {LRScheduler}
 
@@ -233,10 +223,7 @@ def test_a_restored_run_goes_on_bit_for_bit(factory: Factory, schedule: Schedule
         parameter.data.copy_(params[name])
     restore(again, again_plan, names_of(fresh), arrays, document)
     for name, parameter in fresh.items():
-        mine, theirs = optimizer.state.get(params[name], {}), again.state.get(parameter, {})
-        assert [getattr(item, "dtype", None) for item in mine.values()] == [
-            getattr(item, "dtype", None) for item in theirs.values()
-        ]
+        assert kinds(optimizer.state.get(params[name], {})) == kinds(again.state.get(parameter, {}))
     steps = range(before, before + 5)
     assert train(params, optimizer, plan, steps) == train(fresh, again, again_plan, steps)
     assert_same(params, fresh)
@@ -323,7 +310,7 @@ def test_what_cannot_be_sent(tiny: tuple[Params, dict[Tensor, str]], tmp_path: P
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
     other = torch.optim.SGD(params.values(), lr=0.1)
     with pytest.raises(InputError, match="the schedule belongs to another optimizer"):
-        pack(optimizer, lr_scheduler.ExponentialLR(other, 0.9), names)
+        pack(optimizer, lr.ExponentialLR(other, 0.9), names)
     with (tmp_path / "log").open("w") as file:
         optimizer.log = file  # type: ignore[attr-defined]
         with pytest.raises(InputError, match=r"SGD or its schedule cannot be sent: .*; keep open files"):
@@ -341,7 +328,7 @@ def test_what_cannot_be_stored(tiny: tuple[Params, dict[Tensor, str]]) -> None:
 def test_state_of_another_optimizer(tiny: tuple[Params, dict[Tensor, str]]) -> None:
     params, names = tiny
     optimizer = torch.optim.AdamW(params.values(), lr=0.1)
-    plan = lr_scheduler.StepLR(optimizer, 3)
+    plan = lr.StepLR(optimizer, 3)
     arrays, document = state_arrays(optimizer, plan, names)
     with pytest.raises(CheckpointError, match="the state is of AdamW, and this run uses SGD; use AdamW to resume"):
         restore(torch.optim.SGD(params.values(), lr=0.1), None, names, arrays, document)
@@ -349,10 +336,10 @@ def test_state_of_another_optimizer(tiny: tuple[Params, dict[Tensor, str]]) -> N
         restore(optimizer, None, names, arrays, document)
     fewer = torch.optim.AdamW([params["matrix"]], lr=0.1)
     with pytest.raises(CheckpointError, match=r"other parameter groups \(vector is only in one of them\); build the"):
-        restore(fewer, lr_scheduler.StepLR(fewer, 3), names, arrays, document)
+        restore(fewer, lr.StepLR(fewer, 3), names, arrays, document)
     split = torch.optim.AdamW([{"params": [params["matrix"]]}, {"params": [params["vector"]]}], lr=0.1)
     with pytest.raises(CheckpointError, match=r"other parameter groups \(1 there, 2 here\)"):
-        restore(split, lr_scheduler.StepLR(split, 3), names, arrays, document)
+        restore(split, lr.StepLR(split, 3), names, arrays, document)
     train(params, optimizer, plan, range(1))
     _, document = state_arrays(optimizer, plan, names)
     with pytest.raises(CheckpointError, match=r"no array 'optimizer/exp_avg/matrix'; it was not saved together"):
@@ -395,7 +382,7 @@ def test_a_pack_has_no_weights_in_it() -> None:
     """Weights are on the server already: a pack of a fresh optimizer is small, whatever the size of the model."""
     params: Params = {"weight": nn.Parameter(torch.zeros(1000, 1000))}
     optimizer = torch.optim.AdamW(params.values())
-    data = pack(optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 10), names_of(params))
+    data = pack(optimizer, lr.CosineAnnealingLR(optimizer, 10), names_of(params))
     assert len(data) < 10_000
     with pytest.raises(pickle.UnpicklingError):
         pickle.loads(data)
@@ -439,7 +426,7 @@ def test_classes_of_the_users_own_script_reach_another_process() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = Mine([weight], 0.5)
     optimizer.register_step_post_hook(lambda *_: print("stepped"))
-    data = pack(optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + step), {weight: "w"})
+    data = pack(optimizer, lr.LambdaLR(optimizer, lambda step: 1.0 + step), {weight: "w"})
     command = [sys.executable, "-W", "error", "-c", RECEIVER]
     home = Path(cleave_dask.__file__).parents[1]
     done = subprocess.run(command, input=data, capture_output=True, timeout=120, check=False, cwd=home)
