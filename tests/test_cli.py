@@ -26,7 +26,10 @@ from cleave_dask import config  # noqa: F401  # its defaults outlive what a test
 from cleave_dask.cli import checkpoints, cleave, fleets, progress
 from cleave_dask.cli.frame import CleaveGroup, debug_option
 from cleave_dask.cli.interrupts import Interrupts
+from cleave_dask.cli.training import _batches
 from cleave_dask.errors import CheckpointError, CleaveError, ClusterError, InputError, RecipeError
+from cleave_dask.graph.building import batch_at
+from cleave_dask.graph.recipes import Recipe
 from cleave_dask.runtime.store import State, StoredArray, TileStore
 
 HELP_SECONDS = 0.5
@@ -178,6 +181,14 @@ def test_a_scheduler_that_is_not_there_is_noticed_at_once(recipe: str) -> None:
     assert f"no scheduler answers at tcp://127.0.0.1:{port}" in result.stderr
 
 
+def test_a_listener_that_says_nothing_is_no_scheduler(recipe: str) -> None:
+    with dask.config.set({"cleave.timeouts.server": "100ms"}), socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        result = run("train", recipe, "--scheduler", address)
+    assert result.exit_code == 1
+    assert f"what listens at {address} is no Dask scheduler" in result.stderr
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -284,6 +295,18 @@ def test_saving_after_an_interrupt_is_not_interrupted_again(capfd: pytest.Captur
         with interrupts.held():
             os.kill(os.getpid(), signal.SIGINT)
     assert "once more to leave at once" in capfd.readouterr().err
+
+
+# Batches
+
+
+def test_a_step_gets_all_its_micro_batches(recipe: str) -> None:
+    Path(recipe).write_text(RECIPE + "[train]\naccumulate = 2\n")
+    loaded = Recipe.load(recipe)
+    step = next(_batches(loaded, 3))
+    for name, tensor in step.items():
+        parts = [batch_at(loaded, 3, part=part)[name] for part in range(2)]
+        assert tensor.tolist() == [row for part in parts for row in part.tolist()]
 
 
 # Checkpoint folders

@@ -132,14 +132,17 @@ def make_console() -> Console:
 
 
 def quiet_libraries() -> None:
-    """Keep logs and bars of Dask and transformers off the terminal unless something is wrong; the user's settings win.
+    """Keep logs and bars of Dask and transformers off the terminal, unless --debug or the user's settings want them.
 
-    To be called before they are imported, which is when they read this. Processes of a fleet have log files.
+    What goes wrong is told in one line by the command itself, and processes of a fleet have log files. To be called
+    before these libraries are imported, which is when they read this.
     """
     import dask.config
 
+    if click.get_current_context().meta.get(_DEBUG):
+        return
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not any(dask.config.get(key, None) for key in ("logging", "distributed.logging", "logging-file-config")):
-        names = ("distributed", "distributed.client", "distributed.gc", "asyncio")
-        dask.config.set({"logging": {**dict.fromkeys(names, "error"), "tornado.application": "critical"}})
+        names = ("distributed", "distributed.client", "distributed.gc", "tornado.application", "asyncio")
+        dask.config.set({"logging": dict.fromkeys(names, "critical")})

@@ -63,15 +63,22 @@ class Dispatcher:
                 self._queues[_ANYONE].push(rank, number, tile)
                 self._queue_of[tile] = _ANYONE
 
-    def tile_ready(self, tile: TileId, rank: int, planned: str | None) -> None:
-        """A tile's operands are there; it waits for its planned device, or for anyone."""
+    def tile_ready(self, tile: TileId, rank: int, planned: str | None) -> str | None:
+        """A tile's operands are there; returns the device that it is sent to at once, if any.
+
+        That is its planned device when it has room and nothing else waits for it. Otherwise the tile waits, for that
+        device or for anyone.
+        """
         if tile in self._queue_of or tile in self.holder:
-            return
-        queue = planned if planned in self.flying else _ANYONE
-        assert queue is not None
+            return self.holder.get(tile)
+        queue = planned if planned is not None and planned in self.flying else _ANYONE
+        if queue != _ANYONE and len(self.flying[queue]) < self.window and not self._queues[queue].members:
+            self._send(tile, queue)
+            return queue
         self._pushed += 1
         self._queues[queue].push(rank, self._pushed, tile)
         self._queue_of[tile] = queue
+        return None
 
     def tile_ended(self, tile: TileId) -> None:
         """A tile in flight was accepted, failed, or was taken back."""
@@ -94,10 +101,13 @@ class Dispatcher:
             tile = self._queues[queue].pop()
             if tile is not None:
                 del self._queue_of[tile]
-                self.flying[device].add(tile)
-                self.holder[tile] = device
+                self._send(tile, device)
                 return tile
         return None
+
+    def _send(self, tile: TileId, device: str) -> None:
+        self.flying[device].add(tile)
+        self.holder[tile] = device
 
     def placements(self) -> list[tuple[TileId, str]]:
         """Everything that can be sent out now, one tile for each device in turn, least busy devices first."""

@@ -64,7 +64,13 @@ class SteeringPlugin(SchedulerPlugin):
         granted = self._granted.pop(ts.key, None)
         if granted is not None and self.scheduler.workers.get(granted.address) is granted:
             return granted
-        self.dispatcher.tile_ready(ts.key, spec.rank, spec.device)
+        device = self.dispatcher.tile_ready(ts.key, spec.rank, spec.device)
+        if device is not None:
+            ws = self.devices[device]
+            if self.scheduler.workers.get(ws.address) is ws:
+                return ws
+            self._drop_absent()
+            self.dispatcher.tile_ready(ts.key, spec.rank, planned=None)
         self._pump_soon()
         return None
 

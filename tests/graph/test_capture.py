@@ -197,8 +197,8 @@ def test_capture_works_where_gradients_are_off() -> None:
 
 def test_the_batch_may_be_nested_and_have_settings() -> None:
     def scaled(self: Any, pair: Any, *, settings: dict[str, Any]) -> torch.Tensor:
-        shift: torch.Tensor = pair[1]["shift"].sum()
-        return square(self, pair[0]) * settings["scale"] + shift
+        loss: torch.Tensor = square(self, pair[0]) * settings["scale"] + pair[1]["shift"].sum()
+        return loss
 
     graph = capture(Layer(scaled), (X, {"shift": torch.ones(1)}), settings={"scale": 2.0, "name": None})
     assert [entry.source for entry in graph.inputs if entry.kind == "batch"] == ["args[0][0]", "args[0][1]['shift']"]
