@@ -235,7 +235,9 @@ class Training:
             torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_schedule is not None:
+        if isinstance(self.lr_schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.lr_schedule.step(sum(self._losses) / len(self._losses))
+        elif self.lr_schedule is not None:
             self.lr_schedule.step()
         self.updates += 1
 
