@@ -186,7 +186,7 @@ def test_a_listener_that_says_nothing_is_no_scheduler(recipe: str) -> None:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         result = run("train", recipe, "--scheduler", address)
     assert result.exit_code == 1
-    assert f"what listens at {address} is no Dask scheduler" in result.stderr
+    assert f"what listens at {address} does not answer as a Dask scheduler" in result.stderr
 
 
 def test_a_port_that_is_taken_is_named() -> None:

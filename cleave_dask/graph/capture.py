@@ -95,6 +95,8 @@ def _explain(error: Exception) -> str:
             f"it looks at the numbers in a tensor ({op}: `if tensor`, .item(), .tolist()), which differ from batch to "
             "batch: use torch.where, or decide outside of the module (for random depth: set layerdrop to 0)"
         )
+    if "dynamo-optimized" in str(error):
+        return "torch.compile was applied to it, or to a part of it: capture the module as it was before"
     if "grouped_mm" in str(error) or "grouped_mm" in _where(error):
         return f"{error} For Hugging Face mixtures of experts: model.set_experts_implementation('batched_mm')"
     return f"{type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cleave_dask.errors import CaptureError
 from cleave_dask.graph.torch_ops import is_random
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ UNDEFINED = {
     aten.new_empty_strided.default,
 }
 COMPARISONS = {aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
-JUST_BELOW_ONE = 1.0 - 2.0**-24
+JUST_BELOW_ONE = 1.0 - 2.0**-53
 
 
 class Knowledge(TorchDispatchMode):
@@ -68,10 +69,12 @@ class Knowledge(TorchDispatchMode):
         knows_all = all(self.value(tensor) is not None for tensor in _tensors((args, kwargs.values())))
         if knows_all and not _returns_tensors(func):
             return self._evaluate(func, args, kwargs)
-        result = func(*args, **kwargs)
         if func._schema.is_mutable:
+            _refuse_to_write(func, args)
             self._forget(args, kwargs)
-        elif func is aten.rand.default:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is aten.rand.default:
             self._uniform[result] = True
         elif func in COMPARISONS and args[0] in self._uniform:
             self._compare(func, args, result)
@@ -89,7 +92,9 @@ class Knowledge(TorchDispatchMode):
     def _compare(self, func: Any, args: tuple[Any, ...], result: torch.Tensor) -> None:
         """A comparison with a uniform draw is known if both ends of [0, 1) agree on it."""
         with _disable_current_modes():
-            low, high = (func(torch.full(result.shape, end), *args[1:]) for end in (0.0, JUST_BELOW_ONE))
+            low, high = (
+                func(torch.full(result.shape, end, dtype=torch.float64), *args[1:]) for end in (0.0, JUST_BELOW_ONE)
+            )
             if torch.equal(low, high):
                 self._values[result] = low
 
@@ -110,7 +115,8 @@ class Knowledge(TorchDispatchMode):
             self._values[tensor] = known
 
     def _forget(self, args: Any, kwargs: Any) -> None:
-        """Nothing that shares memory with what was written is known any more."""
+        """Nothing that shares memory with what was written is known any more; of draws, none, to be safe."""
+        self._uniform.clear()
         for tensor in _tensors((args, kwargs.values())):
             value = self.value(tensor)
             if value is not None:
@@ -124,6 +130,17 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, Iterable) and not isinstance(tree, str):
         for item in tree:
             yield from _tensors(item)
+
+
+def _refuse_to_write(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise if an op is about to change a tensor of the module's own: what the step changes has to be a buffer."""
+    for argument, tensor in zip(func._schema.arguments, args, strict=False):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the module has as a plain attribute: "
+                "make it a buffer with register_buffer"
+            )
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -62,42 +62,48 @@ def trace(module: torch.nn.Module, call: Call, batch: Tensors, known: Tensors, k
     params = dict(module.named_parameters())  # tied weights appear once
     buffers = dict(module.named_buffers())
     trained = [name for name, param in params.items() if param.requires_grad]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with _traceable(), FakeTensorMode(allow_non_fake_inputs=True), untouched(module):
+        attributes = _attributes(module)
+        empty = {id(tensor): _stand_in(tensor) for tensor in attributes.values() if not has_data(tensor)}
         state = {name: _stand_in(tensor) for name, tensor in (params | buffers).items()}
         leaves = {path: _stand_in(leaf) for path, leaf in batch.items()}
-        attributes = {id(tensor): _stand_in(tensor) for tensor in _attributes_without_data(module)}
-    for path, value in known.items():
-        knowledge.declare(leaves[path], value)
+        for path, value in known.items():
+            knowledge.declare(leaves[path], value)
 
-    def step(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
-        fakes = dict(zip(state, tensors, strict=False))
-        swaps = attributes | {id(params[name]): fakes[name] for name in params}
-        swaps |= {id(buffers[name]): fakes[name].clone() for name in buffers}
-        with knowledge:
-            _install(module, swaps)
-            loss = _loss(call(dict(zip(batch, tensors[len(state) :], strict=True))))
-            seed = torch.ones_like(loss)
-            grads = torch.autograd.grad(loss, [fakes[name] for name in trained], seed, allow_unused=True)
-            return [loss, *grads, *_buffers_after(module, fakes, buffers)]
+        def step(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
+            fakes = dict(zip(state, tensors, strict=False))
+            swaps = empty | {id(params[name]): fakes[name] for name in params}
+            swaps |= {id(buffers[name]): fakes[name].clone() for name in buffers}  # the module may write to them
+            with knowledge:
+                _install(module, swaps)
+                loss = _loss(call(dict(zip(batch, tensors[len(state) :], strict=True))))
+                seed = torch.ones_like(loss)
+                grads = torch.autograd.grad(loss, [fakes[name] for name in trained], seed, allow_unused=True)
+                return [loss, *grads, *_buffers_after(module, fakes, buffers)]
 
-    flat = [*state.values(), *leaves.values()]
-    with ExitStack() as stack:
-        stack.enter_context(mode)
-        if torch.get_default_device() != CPU:
-            stack.enter_context(CPU)
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng(devices=[]))  # random ops move the stream on, as if they ran
-        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)  # or an LSTM is one opaque op
-        stack.enter_context(untouched(module))
+        flat = [*state.values(), *leaves.values()]
         program = make_fx(step)(*flat)
-        torch.clear_autocast_cache()
+        _refuse_replaced(attributes, _attributes(module), program)
         program = _purify(program, flat, knowledge.tickets)
     inputs: list[Source] = [("param", name) for name in params]
     inputs += [("buffer", name) for name in buffers]
     inputs += [("batch", path) for path in batch]
     return Trace(program, tuple(inputs), tuple(trained), tuple(buffers))
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Torch in a state in which a trace shows everything, whatever the caller's state; undone at the end."""
+    with ExitStack() as stack:
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)  # or an LSTM is one opaque op
+        stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # random ops move the stream on, as if they ran
+        if torch.get_default_device() != CPU:
+            stack.enter_context(CPU)
+        yield
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,10 +113,22 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def _attributes_without_data(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Plain tensor attributes of a module on the meta device, or of one that is fake already."""
-    attributes = (value for part in module.modules() for value in vars(part).values())
-    return (value for value in attributes if isinstance(value, torch.Tensor) and not has_data(value))
+def _attributes(module: torch.nn.Module) -> Tensors:
+    """The tensors that a module has as plain attributes, neither parameters nor buffers."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _refuse_replaced(before: Tensors, after: Tensors, program: fx.GraphModule) -> None:
+    """Raise if the step reads a plain attribute and then replaces it: the next step would read the old one again."""
+    read = {id(getattr(program, node.target)) for node in program.graph.find_nodes(op="get_attr")}
+    for name, tensor in before.items():
+        if id(tensor) in read and after.get(name) is not tensor:
+            raise CaptureError(f"the step replaces '{name}', a plain attribute: make it a buffer with register_buffer")
 
 
 def _install(module: torch.nn.Module, swaps: Mapping[int, torch.Tensor]) -> None:

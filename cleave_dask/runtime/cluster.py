@@ -22,7 +22,7 @@ class Cluster:
 
 def inspect(client: Client) -> Cluster:
     """The cluster behind `client`, or a ClusterError that says what it lacks."""
-    facts = _facts(client)
+    facts = facts_of(client)
     if facts["version"] != __version__:
         raise ClusterError(
             f"the scheduler runs cleave-dask {facts['version']}, this client {__version__}; install the same version"
@@ -43,7 +43,8 @@ def inspect(client: Client) -> Cluster:
     return Cluster(server["address"], facts["device"])
 
 
-def _facts(client: Client) -> dict[str, Any]:
+def facts_of(client: Client) -> dict[str, Any]:
+    """What the scheduler's plugin says of the cluster."""
     scheduler: Any = client.scheduler
     try:
         facts: dict[str, Any] | None = client.sync(scheduler.cleave_info)

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -108,8 +109,11 @@ class SchedulerProcess(DaskProcess):
 class WorkerProcess(DaskProcess):
     """The server or a device: a stock Dask worker without a nanny."""
 
-    def __init__(self, scheduler: str, *, name: str, folder: str, options: Iterable[str], threads: int) -> None:
-        command = ("worker", scheduler, "--name", name, "--no-nanny", "--no-dashboard", "--local-directory", folder)
+    def __init__(
+        self, scheduler: str, *, name: str, folder: str, host: str, options: Iterable[str], threads: int
+    ) -> None:
+        place = ("--name", name, "--host", host, "--local-directory", folder)
+        command = ("worker", scheduler, "--no-nanny", "--no-dashboard", *place)
         super().__init__(name, folder, (*command, *_WATCHED, *options), dict.fromkeys(_THREADS, str(threads)))
 
 
@@ -122,10 +126,11 @@ class ServedCluster(SpecCluster):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        dashboard: str = ":0",
+        dashboard: str = "127.0.0.1:0",
         name: str = "ServedCluster",
     ) -> None:
-        self.folder = mkdtemp(prefix="cleave-")
+        self.folder = mkdtemp(prefix="cleave-")  # logs, until it is closed
+        self.host = host
         self.server_name = str(config.get("server.name"))
         options = ("--nthreads", "1", "--memory-limit", "0", "--preload", "cleave_dask.runtime.server")
         everyone = {self.server_name: (options, os.cpu_count() or 1), **(workers or {})}
@@ -143,7 +148,7 @@ class ServedCluster(SpecCluster):
             raise
 
     def _spec(self, name: str, options: Iterable[str], threads: int) -> dict[str, Any]:
-        described = {"name": name, "folder": self.folder, "options": tuple(options), "threads": threads}
+        described = {"name": name, "folder": self.folder, "host": self.host, "options": options, "threads": threads}
         return {"cls": WorkerProcess, "options": described}
 
     async def _joined(self, wanted: set[str]) -> None:
@@ -160,6 +165,10 @@ class ServedCluster(SpecCluster):
                 logs = "\n".join(worker.explain() for worker in dead or self.workers.values())
                 raise ClusterError(f"{len(missing)} of {len(wanted)} processes did not join:\n{logs}")
             await asyncio.sleep(0.05)
+
+    async def _close(self) -> None:
+        await super()._close()
+        rmtree(self.folder, ignore_errors=True)
 
     def pid(self, name: str) -> int:
         """Process id of a worker of this cluster."""

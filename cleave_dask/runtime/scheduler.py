@@ -41,7 +41,7 @@ class SteeringPlugin(SchedulerPlugin):
         taken_over = {"is_rootish": lambda ts: False, "decide_worker_non_rootish": self.decide}
         for method, ours in {**taken_over, "_task_to_msg": self.message}.items():
             setattr(scheduler, method, ours)
-        scheduler.handlers["cleave_info"] = self.info
+        scheduler.handlers.update(cleave_info=self.info, cleave_clients=self.clients)
 
     def info(self) -> dict[str, Any]:
         """What a client must know of the cluster before it trains on it."""
@@ -50,6 +50,10 @@ class SteeringPlugin(SchedulerPlugin):
             facts = worker.extra.get("cleave") or {"role": "stranger"}
             roles[facts["role"]][str(worker.name)] = {**facts, "address": worker.address}
         return {"version": __version__, **roles}
+
+    def clients(self) -> list[str]:
+        """Who is connected: a run whose client is not among them is nobody's."""
+        return list(self.scheduler.clients)
 
     def server(self) -> WorkerState | None:
         """The worker that is the server, if it is there."""

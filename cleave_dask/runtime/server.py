@@ -93,9 +93,14 @@ class ServerRuntime:
 
     # What the client calls
 
-    def cleave_open(self, run: str, settings: dict[str, Any], random_state: bytes) -> None:
-        """A new training, still without weights."""
-        self.trainings[run] = Training(run, Settings(**settings), random_state)
+    async def cleave_open(self, run: str, client: str, settings: dict[str, Any], random_state: bytes) -> None:
+        """A new training, still without weights; those of clients that are gone make room for it."""
+        present = set(await self.worker.scheduler.cleave_clients())
+        for name, training in list(self.trainings.items()):
+            if training.client not in present:
+                logger.info("Run %s is dropped: its client %s has left", name, training.client)
+                self.cleave_close(name)
+        self.trainings[run] = Training(run, client, Settings(**settings), random_state)
 
     def cleave_put(self, run: str, name: str, array: Array, dtype: str, role: str) -> None:
         """One weight or buffer; `role` is "param", "frozen" or "buffer"."""

@@ -16,6 +16,11 @@ _WEIGHTS = "weights/"
 
 def save_training(training: Training, folder: str, keep: int) -> dict[str, Any]:
     """Write the state between two steps; visible only when it is whole."""
+    with training.updating:
+        return _save(training, folder, keep)
+
+
+def _save(training: Training, folder: str, keep: int) -> dict[str, Any]:
     arrays, optimizer = state_arrays(training.optimizer, training.lr_schedule, _names(training))
     arrays = {**arrays, **{_WEIGHTS + name: to_stored(tensor) for name, tensor in training.weights.items()}}
     document = {
@@ -37,8 +42,8 @@ def restore_training(training: Training, folder: str, step: int | None) -> dict[
     state = TileStore(folder).load(step, expect=Expectation(own))
     document = state.document
     others = {name: array for name, array in state.arrays.items() if not name.startswith(_WEIGHTS)}
-    restore(training.optimizer, training.lr_schedule, _names(training), others, document["optimizer"])
-    with torch.no_grad():
+    with training.updating, torch.no_grad():
+        restore(training.optimizer, training.lr_schedule, _names(training), others, document["optimizer"])
         for name, tensor in training.weights.items():
             tensor.copy_(to_tensor(state.arrays[_WEIGHTS + name]))
     training.updates = document["step"]

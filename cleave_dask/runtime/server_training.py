@@ -45,8 +45,9 @@ class Counters:
 class Training:
     """Weights, buffers and optimizer of one model, and the program that trains it."""
 
-    def __init__(self, name: str, settings: Settings, random_state: bytes) -> None:
+    def __init__(self, name: str, client: str, settings: Settings, random_state: bytes) -> None:
         self.name = name
+        self.client = client  # whose it is, as the scheduler knows it
         self.settings = settings
         self.random_state = random_state  # torch's, as it is between two steps
         self.weights: dict[str, torch.Tensor] = {}  # parameters and buffers by their full name
@@ -64,6 +65,7 @@ class Training:
         self._deaths: list[list[set[str]]] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._lock = Lock()
+        self.updating = Lock()  # held while weights and optimizer state change, or are saved
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -194,7 +196,8 @@ class Training:
         last = len(self._losses) == self.settings.accumulate
         start = perf_counter()
         if last:
-            self._update()
+            with self.updating:
+                self._update()
         self.counters.spent["update"] += perf_counter() - start
         record = {
             "step": self.updates,

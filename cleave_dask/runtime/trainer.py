@@ -29,7 +29,7 @@ from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
-from cleave_dask.runtime.cluster import inspect
+from cleave_dask.runtime.cluster import facts_of, inspect
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import pack
 from cleave_dask.runtime.wire import to_wire
@@ -44,9 +44,10 @@ PATIENCE = 1.0
 class Trainer:
     """Trains `module` with `optimizer` on the fleet behind `client`.
 
-    `checkpoint` is the folder of its zarr store, on the server's disk. `schedule` is a torch LR scheduler over the
-    optimizer, stepped once per update. `clip_norm` bounds the norm of all gradients together. With `accumulate=n` the
-    batch of a step is cut into n micro-batches along its first axis and their gradients are averaged.
+    `checkpoint` is the folder of its zarr store, on the server's disk; a relative path is taken from where this process
+    runs. `schedule` is a torch LR scheduler over the optimizer, stepped once per update. `clip_norm` bounds the norm of
+    all gradients together. With `accumulate=n` the batch of a step is cut into n micro-batches along its first axis and
+    their gradients are averaged. `plan` cuts the step graph into tiles for the fleet.
     """
 
     def __init__(
@@ -115,8 +116,7 @@ class Trainer:
 
     def _check_server(self) -> None:
         """Raise if the server is not the one that holds the weights any more; devices may come and go."""
-        scheduler: Any = self.client.scheduler
-        servers = {facts["address"] for facts in self.client.sync(scheduler.cleave_info)["server"].values()}
+        servers = {server["address"] for server in facts_of(self.client)["server"].values()}
         if self._cluster.server not in servers:
             raise ClusterError(
                 f"the server at {self._cluster.server} has left, and with it the weights of this run; "
@@ -198,7 +198,8 @@ class Trainer:
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
         packed = pack(optimizer, schedule, names)
         settings = {"clip_norm": clip_norm, "accumulate": self._accumulate}
-        self._call("cleave_open", settings=settings, random_state=torch.get_rng_state().numpy().tobytes())
+        random_state = torch.get_rng_state().numpy().tobytes()
+        self._call("cleave_open", client=self.client.id, settings=settings, random_state=random_state)
         for name, parameter in self._module.named_parameters():
             self._put(name, parameter.detach(), "param" if parameter.requires_grad else "frozen")
         for name, buffer in self._module.named_buffers():

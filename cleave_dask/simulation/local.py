@@ -23,7 +23,7 @@ class LocalFleet(ServedCluster):
     `cleave.device.kernel`.
     """
 
-    def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = ":0") -> None:
+    def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = "127.0.0.1:0") -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
         workers = {device.name: (_options(device, cores), cores) for device in self.fleet.devices}
         super().__init__(workers, dashboard=dashboard, name="LocalFleet")

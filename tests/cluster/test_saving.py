@@ -10,6 +10,7 @@ from distributed import Client
 
 from cleave_dask.errors import CheckpointError
 from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.simulation.local import LocalFleet
 from tests import models
 
 
@@ -56,3 +57,14 @@ def test_without_a_folder_the_remedy_is_named(client: Client) -> None:
 def test_an_empty_folder_has_nothing_to_resume(client: Client, tmp_path: Path) -> None:
     with trainer(client, tmp_path / "nothing") as training, pytest.raises(CheckpointError, match="nothing"):
         training.resume()
+
+
+def test_the_run_of_a_client_that_left_makes_room(fleet: LocalFleet, client: Client, tmp_path: Path) -> None:
+    with Client(fleet, set_as_default=False) as other:
+        lost = trainer(other, tmp_path / "run")
+        lost.step(**models.tokens())
+        lost.save()  # holds the folder's lock, and is never closed
+    with trainer(client, tmp_path / "run") as training:
+        assert training.resume() == 1
+        training.step(**models.tokens())
+        assert training.save() == 2

@@ -30,6 +30,7 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 3)
         self.register_buffer("seen", torch.zeros(()))
+        self.count = torch.zeros(())
         self.loss = loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +39,17 @@ class Layer(nn.Module):
 
 def square(self: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = self.linear(x).square().mean()
+    return loss
+
+
+def count_in_place(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count.add_(1)
+    return square(self, x)
+
+
+def count_anew(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count = self.count + 1
+    loss: torch.Tensor = square(self, x) * self.count
     return loss
 
 
@@ -190,9 +202,22 @@ def test_a_buffer_that_is_replaced_is_a_buffer_that_changes() -> None:
     assert [name for name, _ in capture(Layer(counting), X).buffers] == ["seen"]
 
 
-def test_capture_works_where_gradients_are_off() -> None:
-    with torch.no_grad():
-        assert len(capture(Layer(square), X).grads) == 2
+@pytest.mark.parametrize("surroundings", [torch.no_grad, torch.inference_mode])
+def test_capture_works_where_gradients_are_off(surroundings: Callable[[], AbstractContextManager[Any]]) -> None:
+    module = Layer(square)
+    with surroundings():
+        assert len(capture(module, X).grads) == 2
+
+
+def test_a_loss_of_one_element_will_do_and_attributes_may_be_left_behind() -> None:
+    def logging(self: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = square(self, x)
+        self.count = loss.detach()
+        return loss.reshape(1)
+
+    module = Layer(logging)
+    assert capture(module, X).levels == 2
+    assert module.count.item() == 0
 
 
 def test_the_batch_may_be_nested_and_have_settings() -> None:
@@ -221,12 +246,21 @@ def test_control_flow_over_constants_is_no_obstacle() -> None:
     assert [step.target for step in graph.steps if isinstance(step, Op) and step.random] == ["aten.rand.default"]
 
 
-def test_what_is_written_in_place_is_not_known() -> None:
+def write_a_view(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(2)
+    row = mask[0]
+    row.copy_(x[0, 0])
+    return mask.sum() > 0
+
+
+def write_a_draw(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand([]).mul_(9) < 1
+
+
+@pytest.mark.parametrize("decide", [write_a_view, write_a_draw])
+def test_what_is_written_in_place_is_not_known(decide: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def written(self: Any, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(2)
-        row = mask[0]
-        row.copy_(x[0, 0])
-        return square(self, x) if mask.sum() > 0 else -square(self, x)
+        return square(self, x) if decide(x) else -square(self, x)
 
     with pytest.raises(CaptureError, match="looks at the numbers in a tensor"):
         capture(Layer(written), X)
@@ -288,6 +322,8 @@ FAILURES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda self, x: square(self, x) * torch.rand((), generator=torch.Generator()),
         r"takes a Generator, which cannot be sent to the server.*seed the global one",
     ),
+    "write": (count_in_place, r"aten\.add_\.Tensor writes to a tensor of shape \(\).*register_buffer"),
+    "replace": (count_anew, r"step replaces 'count', a plain attribute: make it a buffer with register_buffer"),
     "buffer": (
         grow_buffer,
         r"buffer 'seen' changes from \(\).*to \(7,\).*give it its final shape",
@@ -298,8 +334,10 @@ FAILURES: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_cannot_be_captured(name: str) -> None:
     loss, message = FAILURES[name]
+    module = Layer(loss)
     with pytest.raises(CaptureError, match=message):
-        capture(Layer(loss), X)
+        capture(module, X)
+    assert module.count.item() == 0
 
 
 def test_a_module_without_parameters() -> None:
