@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -51,45 +52,68 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def plain_torch(steps: int) -> tuple[list[float], list[float], int]:
-    """Seconds and loss of each step in this process, and the bytes that a step holds."""
-    module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-    seconds, losses, saved = [], [], 0
-    for step in range(steps):
-        start = perf_counter()
+class PlainTorch:
+    """The same training in this process."""
+
+    def __init__(self) -> None:
+        self.module = model()
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
+        self.saved_bytes = 0
+
+    def step(self, **inputs: torch.Tensor) -> float:
+        """One update."""
         held: dict[int, int] = {}
 
-        def keep(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = module(**batch(step)).loss
-        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        saved = sum(size for pointer, size in held.items() if pointer not in weights)
+            loss = self.module(**inputs).loss
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
+        self.saved_bytes = sum(size for pointer, size in held.items() if pointer not in weights)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(perf_counter() - start)
-        losses.append(loss.item())
-    parameters = sum(parameter.nbytes for parameter in module.parameters())
-    state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-    return seconds, losses, parameters + state + saved
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights, optimizer state and saved activations."""
+        parameters = sum(parameter.nbytes for parameter in self.module.parameters())
+        states = self.optimizer.state.values()
+        state = sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
+        return parameters + state + self.saved_bytes
 
 
-def fleet(steps: int, devices: int) -> tuple[list[float], list[float], list[dict[str, float]], int]:
-    """Seconds, loss and breakdown of each step on device processes, and the server's peak resident bytes."""
+def timed(step: Callable[..., float], number: int) -> tuple[float, float]:
+    """Loss and seconds of a step."""
+    start = perf_counter()
+    loss = step(**batch(number))
+    return loss, perf_counter() - start
+
+
+def measure(steps: int, devices: int) -> dict[str, Any]:
+    """Both systems, step by step in turn, so that noise hits them alike; the first step is not counted."""
+    plain = PlainTorch()
     module = model()
     with LocalFleet(devices) as local, local.get_client() as client:
         trainer = Trainer(module, torch.optim.AdamW(module.parameters(), lr=1e-4), client)
-        seconds, losses = [], []
-        for step in range(steps):
-            start = perf_counter()
-            losses.append(trainer.step(**batch(step)))
-            seconds.append(perf_counter() - start)
+        rows = [(timed(plain.step, number), timed(trainer.step, number)) for number in range(steps + 1)]
         peak = peak_memory(local.server_pid)
-        return seconds, losses, [record["spent"] for record in trainer.records], peak
+        spent = [record["spent"] for record in trainer.records[1:]]
+    torch_seconds, seconds = (median(row[system][1] for row in rows[1:]) for system in (0, 1))
+    return {
+        "setting": f"Llama, hidden {HIDDEN}, {LAYERS} layers, {BATCH} x {LENGTH} tokens, {devices} devices",
+        "torch_seconds": torch_seconds,
+        "seconds": seconds,
+        "ratio": median(ours[1] / theirs[1] for theirs, ours in rows[1:]),
+        "spent": {name: median(one[name] for one in spent) for name in spent[-1]},
+        "torch_bytes": plain.held_bytes,
+        "server_bytes": peak,
+        "memory_ratio": peak / plain.held_bytes,
+        "loss_difference": max(abs(theirs[0] - ours[0]) for theirs, ours in rows),
+    }
 
 
 def peak_memory(pid: int) -> int:
@@ -122,25 +146,12 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    seconds, losses, spent, peak = fleet(options.steps, options.devices)
     torch.set_num_threads(os.cpu_count() or 1)
-    torch_seconds, torch_losses, held = plain_torch(options.steps)
-    difference = max(abs(a - b) for a, b in zip(losses, torch_losses, strict=True))
-    result = {
-        "setting": f"Llama, hidden {HIDDEN}, {LAYERS} layers, {BATCH} x {LENGTH} tokens, {options.devices} devices",
-        "torch_seconds": median(torch_seconds[1:]),
-        "seconds": median(seconds[1:]),
-        "ratio": median(seconds[1:]) / median(torch_seconds[1:]),
-        "spent": {name: median(one[name] for one in spent[1:]) for name in spent[-1]},
-        "torch_bytes": held,
-        "server_bytes": peak,
-        "memory_ratio": peak / held,
-        "loss_difference": difference,
-    }
+    result = measure(options.steps, options.devices)
     console = Console()
     for table in tables(result):
         console.print(table)
-    console.print(f"largest difference of the loss: {difference:.1e}")
+    console.print(f"largest difference of the loss: {result['loss_difference']:.1e}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2))
 
