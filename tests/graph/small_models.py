@@ -78,6 +78,28 @@ class Autocast(nn.Module):
         return loss
 
 
+class Layer(nn.Module):
+    """A linear layer whose loss each test makes in its own way."""
+
+    seen: torch.Tensor
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.count = torch.zeros(())
+        self.loss = loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.loss(self, *args, **kwargs)
+
+
+def square(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A loss of a Layer."""
+    loss: torch.Tensor = self.linear(x).square().mean()
+    return loss
+
+
 def sized(config: Callable[..., Any], **settings: Any) -> Any:
     """One layer of a Hugging Face architecture."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}

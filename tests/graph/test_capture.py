@@ -17,27 +17,7 @@ from cleave_dask.graph.capture import capture
 from cleave_dask.graph.ir import Op, StepGraph
 from tests import models
 from tests.graph import small_models
-
-
-class Layer(nn.Module):
-    """A linear layer whose loss each test makes in its own way."""
-
-    seen: torch.Tensor
-
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("seen", torch.zeros(()))
-        self.count = torch.zeros(())
-        self.loss = loss
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.loss(self, *args, **kwargs)
-
-
-def square(self: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = self.linear(x).square().mean()
-    return loss
+from tests.graph.small_models import Layer, square
 
 
 def count_in_place(self: Any, x: torch.Tensor) -> torch.Tensor:

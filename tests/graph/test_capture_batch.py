@@ -1,36 +1,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from cleave_dask.errors import BatchError, CaptureError
 from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.ir import StepGraph
 from tests import models
-
-
-class Layer(nn.Module):
-    """A linear layer whose loss each test makes in its own way."""
-
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.loss = loss
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.loss(self, *args, **kwargs)
-
-
-def square(self: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = self.linear(x).square().mean()
-    return loss
-
+from tests.graph.small_models import Layer, square
 
 X = torch.ones(2, 4)
 
