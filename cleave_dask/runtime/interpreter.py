@@ -84,8 +84,8 @@ def execute(
             env[step.name] = run_op(step, env)
         for name in frees:
             del env[name]
-    grads = {name: _owned(env[value], taken) for name, value in graph.grads}
-    return env[graph.loss], grads, {name: _owned(env[value], taken) for name, value in graph.buffers}
+    grads = {name: owned(env[value], taken) for name, value in graph.grads}
+    return env[graph.loss], grads, {name: owned(env[value], taken) for name, value in graph.buffers}
 
 
 def _products(gemm: Gemm, left: list[Any], right: list[Any], env: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -114,7 +114,7 @@ def _laid_out(tensor: torch.Tensor, value: Value) -> torch.Tensor:
     return tensor if tensor.stride() == value.strides else empty_output(value).copy_(tensor)
 
 
-def _owned(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def owned(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """The tensor, copied if it overlaps itself or shares memory with one that is taken."""
     memory = tensor.untyped_storage().data_ptr()
     if memory in taken or 0 in tensor.stride():

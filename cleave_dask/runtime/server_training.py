@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cleave_dask.errors import StepError
-from cleave_dask.graph.ir import Gemm, Range, StepGraph, Value
-from cleave_dask.runtime.interpreter import run_gemm, run_op
+from cleave_dask.graph.ir import Gemm, Range, StepGraph
+from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
 from cleave_dask.runtime.server_gathering import Array, Gathering, operand_slice
@@ -88,11 +88,7 @@ class Training:
         self.lowered = lowered
         self.values.clear()
         self._deaths = [_deaths(lowered.graph, this) for this in lowered.schedule.rounds]
-        self._constants = {
-            item.source: _constant(lowered.graph.constants[item.source], item.value)
-            for item in lowered.graph.inputs
-            if item.kind == "constant"
-        }
+        self._constants = load_constants(lowered.graph)
 
     def begin(self, step: int, batch: Mapping[str, torch.Tensor]) -> None:
         """Start a step on a batch; whatever an unfinished step left behind is dropped."""
@@ -219,14 +215,11 @@ class Training:
     def _collect_gradients(self) -> None:
         """Add the gradients of this micro-batch to those of the ones before, each with its share."""
         share = 1 / self.settings.accumulate
-        seen: set[int] = set()
+        taken = {self.values[item.value.name].untyped_storage().data_ptr() for item in self.graph.inputs}
         for parameter, value in self.graph.grads:
-            tensor, gradient = self.weights[parameter], self.values[value]
+            tensor, gradient = self.weights[parameter], owned(self.values.pop(value), taken)
             if share != 1:
-                gradient = gradient * share
-            elif 0 in gradient.stride() or gradient.data_ptr() in seen:
-                gradient = gradient.clone(memory_format=torch.contiguous_format)  # clipping scales each in place
-            seen.add(gradient.data_ptr())
+                gradient = gradient.mul_(share)
             tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
         for buffer, value in self.graph.buffers:
             self.weights[buffer].copy_(self.values[value])
@@ -257,11 +250,6 @@ class Training:
     def _job_gemm(self, job: int) -> Gemm:
         assert self.lowered is not None
         return self.lowered.schedule.jobs[job].gemm
-
-
-def _constant(data: bytes, value: Value) -> torch.Tensor:
-    """A constant of the module, from its bytes."""
-    return torch.frombuffer(bytearray(data), dtype=getattr(torch, value.dtype)).reshape(value.shape)
 
 
 def _deaths(graph: StepGraph, this: Round) -> list[set[str]]:

@@ -15,6 +15,7 @@ from cleave_dask.errors import BatchError, StepError
 from cleave_dask.planning.planner import Grid, plan
 from cleave_dask.runtime.trainer import Planner, Trainer
 from tests import models
+from tests.graph import small_models
 
 Model = Callable[[], nn.Module]
 GRIDS = {"even": None, "uneven": (3, 2, 1), "split-k": (2, 1, 3)}
@@ -55,6 +56,41 @@ def test_one_step_equals_torch(client: Client, model: str, grid: Grid | None) ->
         if name in after:
             torch.testing.assert_close(after[name], buffer, atol=1e-6, rtol=1e-5)
     assert tasks_left(client) == 0
+
+
+OTHERS: dict[str, tuple[Model, models.Batch]] = {
+    "bert": (small_models.bert, models.tokens()),
+    "qwen2": (small_models.qwen2, models.tokens()),
+    "mistral-window": (small_models.mistral, models.tokens()),
+    "transformer-encoder": (partial(small_models.Encoder, dropout=0.0), small_models.classes(7, 16)),
+    "checkpointed-dropout": (small_models.Checkpointed, small_models.classes(16)),
+}
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_architectures_that_nobody_prepared_for(client: Client, model: str) -> None:
+    build, batch = OTHERS[model]
+    torch.manual_seed(0)
+    module = build()
+    reference = copy.deepcopy(module)
+    torch.manual_seed(5)
+    loss = models.loss_of(reference, batch)
+    torch.autograd.backward(loss)
+    torch.manual_seed(5)
+    with Trainer(module, torch.optim.SGD(module.parameters(), lr=1.0), client, plan=planner((2, 2, 1))) as trainer:
+        assert trainer.step(**batch) == pytest.approx(loss.item(), abs=1e-5)
+        after = trainer.state_dict()
+    for name, tensor in reference.named_parameters():
+        if tensor.grad is not None:
+            torch.testing.assert_close(tensor.detach() - after[name], tensor.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_autocast_follows_torch(client: Client) -> None:
+    module, reference = small_models.Autocast(models.llama()), small_models.Autocast(models.llama())
+    batch = models.tokens()
+    with Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client, plan=planner((2, 2, 2))) as trainer:
+        assert trainer.step(**batch) == pytest.approx(reference(**batch).item(), abs=2e-2)
+        assert "bfloat16" in {gemm.dtype for gemm in trainer.graph.gemms}
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
