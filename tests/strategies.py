@@ -1,10 +1,11 @@
-"""hypothesis strategies for the values of this package: links, devices, servers, fleets."""
+"""hypothesis strategies for the values of this package: links, devices, servers, fleets, gemms."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.graph.ir import Gemm, Operand, Role, StepGraph, Value
 
 NAMES = st.text(st.characters(categories=("L", "N"), include_characters="-_."), min_size=1, max_size=12)
 
@@ -48,3 +49,36 @@ def fleets(*, least: int = 1, most: int = 8, least_memory: float = 1e6) -> st.Se
         devices(least_memory=least_memory), min_size=least, max_size=most, unique_by=lambda device: device.name
     )
     return st.builds(Fleet, server=servers(), devices=members.map(tuple))
+
+
+def gemms(*, most: int = 400, name: str = "g") -> st.SearchStrategy[Gemm]:
+    """Single products of any proportions."""
+    extents = st.integers(1, most)
+    return st.builds(lambda m, n, k: make_gemm(m, n, k, name=name), extents, extents, extents)
+
+
+def make_gemm(m: int, n: int, k: int, *, name: str = "g", role: Role = "forward", level: int = 1) -> Gemm:
+    """The product of an m x k and a k x n matrix."""
+    a, b = Value(f"{name}.a", (m, k), (k, 1), "float32"), Value(f"{name}.b", (k, n), (n, 1), "float32")
+    return Gemm(
+        *(name, "gemm", role, level, m, n, k, 2.0 * m * n * k, "float32"),
+        inputs=(Operand((a,)), Operand((b,))),
+        outputs=(Value(f"{name}.c", (m, n), (n, 1), "float32"),),
+    )
+
+
+def make_attention(batch: int, heads: int, *, length: int = 64, width: int = 16, name: str = "att") -> Gemm:
+    """An attention of `batch` sequences and `heads` heads."""
+    size = (batch, heads, length, width)
+    q, k, v, out = (Value(f"{name}.{part}", size, (1, 1, 1, 1), "float32") for part in "qkvo")
+    flops = 4.0 * batch * heads * length * length * width
+    return Gemm(
+        *(name, "attention", "forward", 1, batch, heads, 1, flops, "float32"),
+        inputs=(Operand((q,)), Operand((k,)), Operand((v,))),
+        outputs=(out, Value(f"{name}.lse", (batch, heads, length), (1, 1, 1), "float32")),
+    )
+
+
+def graph_of(*parts: Gemm) -> StepGraph:
+    """A step of nothing but these gemms."""
+    return StepGraph("test", (), parts, loss="", grads=(), buffers=(), batch="")

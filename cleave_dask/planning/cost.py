@@ -1,15 +1,157 @@
-"""What a tile costs: bytes down to a device, bytes up to the server, multiplications, memory.
+"""What a tile costs: bytes, seconds on each resource, memory.
 
-For a gemm tile of m x n x k numbers of w bytes: down (m k + k n) w, up m n w, compute 2 m n k. A tile of a batched
-product or of an attention moves the share of each input and output that its batch and head ranges cut out.
+For a gemm tile of m x n x k numbers of w bytes on a device with downlink B, uplink U (bytes/s) and F flop/s:
+
+    down     (m k + k n) w / B      seconds, operand slices fetched once per device for all tiles that share them
+    up       m n w / U              seconds
+    compute  2 m n k / F            seconds
+    latency  2 (down + up latency)  the tile is assigned, asks for its operands, gets them, and sends its result
+    memory   (m k + k n + m n) w    bytes, for each of the IN_FLIGHT tiles that a device holds at once
+
+A batched product or an attention is cut by batch and head group; a tile moves and computes its share of the whole.
+The server's egress and ingress carry the sum of all downloads and uploads, and the scheduler spends
+SCHEDULER_SECONDS on every tile, one after another: resources like any other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cleave_dask.fleet.devices import Device, Fleet
 from cleave_dask.graph.ir import ITEMSIZE, Gemm, Range
 from cleave_dask.planning.values import Tile
+
+IN_FLIGHT = 3
+"""Tiles that a device holds at once: one coming down, one in the multiplier, one going up."""
+
+SCHEDULER_SECONDS = 0.5e-3
+"""Seconds that the scheduler, one tile after another, spends on each (measured: 0.4 to 0.7 ms)."""
+
+ROUND_TRIPS = 2
+"""Times that a tile's first byte waits for the links: assigned and asked for; sent and answered."""
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All that planning needs to know of a gemm; gemms of one shape are planned once."""
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    flops: float  # of the whole cuboid
+    down_bytes: float  # a gemm: bytes of one number; otherwise: bytes of all inputs for one (batch, head group) cell
+    up_bytes: float  # a gemm: bytes of one number; otherwise: bytes of all outputs for one cell
+
+    @classmethod
+    def of(cls, gemm: Gemm) -> Shape:
+        """The shape of a gemm."""
+        if gemm.kind == "gemm":
+            width = ITEMSIZE[gemm.dtype]
+            return cls("gemm", gemm.m, gemm.n, gemm.k, gemm.flops, width, width)
+        cells = gemm.m * gemm.n
+        down = sum(prod(operand.shape) * ITEMSIZE[operand.parts[0].dtype] for operand in gemm.inputs)
+        up = sum(value.nbytes for value in gemm.outputs)
+        return cls(gemm.kind, gemm.m, gemm.n, gemm.k, gemm.flops, down / cells, up / cells)
+
+    @property
+    def volume(self) -> int:
+        """Multiplications of a gemm; cells of anything else."""
+        return self.m * self.n * self.k
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Rows, columns, k."""
+        return self.m, self.n, self.k
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A fleet as columns of numbers, one row per device."""
+
+    down: Floats  # bytes per second
+    up: Floats  # bytes per second
+    flops: Floats  # flop per second
+    memory: Floats  # bytes
+    latency: Floats  # seconds that a device's first result waits for its links: ROUND_TRIPS of them
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> Rates:
+        """The columns of a fleet."""
+        rows = np.array(
+            [
+                (d.down.bandwidth, d.up.bandwidth, d.flops, d.memory, ROUND_TRIPS * (d.down.latency + d.up.latency))
+                for d in fleet.devices
+            ],
+            dtype=np.float64,
+        )
+        return cls(*np.ascontiguousarray(rows.T))
+
+    def take(self, which: Any) -> Rates:
+        """Some of the rows."""
+        return Rates(*(column[which] for column in (self.down, self.up, self.flops, self.memory, self.latency)))
+
+    def slowed(self, down: float, up: float) -> Rates:
+        """The same devices when a server that cannot feed all links at once leaves each that share of its own."""
+        return Rates(self.down * down, self.up * up, self.flops, self.memory, self.latency)
+
+    def __len__(self) -> int:
+        return len(self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class TileCost:
+    """One tile on one device: seconds on every resource, bytes on every link, bytes of memory."""
+
+    down_seconds: float
+    up_seconds: float
+    compute_seconds: float
+    latency_seconds: float
+    scheduler_seconds: float
+    down_bytes: int
+    up_bytes: int
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        """From the moment the scheduler turns to it until its result is on the server, if nothing overlaps."""
+        return (
+            self.down_seconds + self.up_seconds + self.compute_seconds + self.latency_seconds + self.scheduler_seconds
+        )
+
+
+def tile_cost(gemm: Gemm, tile: Tile, device: Device, *, scheduler_seconds: float = SCHEDULER_SECONDS) -> TileCost:
+    """What `tile` costs on `device` when it fetches all its operands itself."""
+    down = sum(slice_bytes(gemm, tile.rows, tile.cols, tile.ks))
+    up = result_bytes(gemm, tile.rows, tile.cols)
+    return TileCost(
+        down_seconds=down / device.down.bandwidth,
+        up_seconds=up / device.up.bandwidth,
+        compute_seconds=tile_flops(gemm, tile) / device.flops,
+        latency_seconds=ROUND_TRIPS * (device.down.latency + device.up.latency),
+        scheduler_seconds=scheduler_seconds,
+        down_bytes=down,
+        up_bytes=up,
+        memory=down + up,
+    )
+
+
+def pipelined(down: ArrayLike, up: ArrayLike, compute: ArrayLike, tiles: ArrayLike) -> Floats:
+    """Seconds of `tiles` equal tiles whose download, multiplication and upload overlap.
+
+    max + (sum - max) / tiles: the busiest of the three never waits, but for the first and the last tile.
+    """
+    stages = np.stack(np.broadcast_arrays(*(np.asarray(stage, dtype=np.float64) for stage in (down, compute, up))))
+    busiest = stages.max(axis=0)
+    return np.asarray(busiest + (stages.sum(axis=0) - busiest) / np.maximum(1, tiles), dtype=np.float64)
 
 
 def extent(span: Range) -> int:

@@ -1,12 +1,24 @@
-"""What planning yields: tiles placed on devices, and the plan they make together."""
+"""What planning yields: tiles placed on devices, and the plan they make together.
+
+A plan of a large model on a thousand devices has some hundred thousand tiles. They are kept as columns of numbers,
+shared by all gemms that are cut alike, and become `Tile` objects only where somebody looks at them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import Any, overload
 
+import numpy as np
+
+from cleave_dask.formatting import duration, html_table, quantity
 from cleave_dask.graph.ir import Range
+
+Column = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +32,99 @@ class Tile:
     device: str | None = None  # None: whichever device is free first
 
 
+class Tiles(Sequence[Tile]):
+    """The tiles of one gemm in canonical order (by k, rows, columns): like a tuple, at a fraction of its size."""
+
+    __slots__ = ("gemm", "names", "owner", "ranges")
+
+    def __init__(self, gemm: str, ranges: Column, owner: Column, names: tuple[str, ...]) -> None:
+        self.gemm = gemm
+        self.ranges = ranges  # (tiles, 6): rows, cols, ks, each start and stop
+        self.owner = owner  # of each tile, as a position in `names`
+        self.names = names  # of all devices
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    @overload
+    def __getitem__(self, index: int) -> Tile: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tile, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tile | tuple[Tile, ...]:
+        if isinstance(index, slice):
+            return tuple(Tiles(self.gemm, self.ranges[index], self.owner[index], self.names))
+        r0, r1, c0, c1, k0, k1 = self.ranges[index].tolist()
+        return Tile(self.gemm, (r0, r1), (c0, c1), (k0, k1), self.names[self.owner[index]])
+
+    def __iter__(self) -> Iterator[Tile]:
+        for (r0, r1, c0, c1, k0, k1), device in zip(self.ranges.tolist(), self.owner.tolist(), strict=True):
+            yield Tile(self.gemm, (r0, r1), (c0, c1), (k0, k1), self.names[device])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tiles):
+            same = self.gemm == other.gemm and self.names == other.names
+            return same and _equal(self.ranges, other.ranges) and _equal(self.owner, other.owner)
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash((self.gemm, len(self)))
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tiles of {self.gemm}>"
+
+    def __dask_tokenize__(self) -> object:
+        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names
+
+
+class AllTiles(Sequence[Tile]):
+    """All tiles of a plan, gemm after gemm."""
+
+    def __init__(self, by_gemm: Mapping[str, Tiles]) -> None:
+        self._parts = tuple(by_gemm.values())
+        self._ends = tuple(accumulate(map(len, self._parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Tile: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tile, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tile | tuple[Tile, ...]:
+        if isinstance(index, slice):
+            return tuple(self[place] for place in range(*index.indices(len(self))))
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"tile {index} of {len(self)}")
+        part = bisect_right(self._ends, place)
+        return self._parts[part][place - self._ends[part] + len(self._parts[part])]
+
+    def __iter__(self) -> Iterator[Tile]:
+        for part in self._parts:
+            yield from part
+
+
+@dataclass(frozen=True, slots=True)
+class LevelCost:
+    """What one level of the step is predicted to cost."""
+
+    level: int
+    gemms: tuple[str, ...]
+    seconds: float
+    bound_seconds: float
+    binding: str
+    devices: int
+    tiles: int
+    down_bytes: int
+    up_bytes: int
+    filler: bool  # gradients of weights: they run beside later levels and hold up none
+
+
 @dataclass(frozen=True)
 class Plan:
     """Tiles placed on devices, with what that is predicted to cost. A gemm without tiles runs on the server."""
 
-    tiles: tuple[Tile, ...]
+    by_gemm: Mapping[str, Tiles]  # the tiles of each distributed gemm
     seconds: float  # predicted time of the step
     bound_seconds: float  # no plan on this fleet can be faster
     binding: str  # the resource that decides `seconds`
@@ -32,23 +132,49 @@ class Plan:
     up_bytes: int
     peak_memory: Mapping[str, int]  # bytes, by device
     reasons: Mapping[str, str]  # by device: why it has the work it has
+    levels: tuple[LevelCost, ...] = ()
+    tiling: str = "3d"
+    busy: Mapping[str, float] = field(default_factory=dict, compare=False)  # seconds, by device, of its busiest part
 
     @cached_property
-    def by_gemm(self) -> Mapping[str, tuple[Tile, ...]]:
-        """The tiles of each distributed gemm, in canonical order: by k, then row, then column."""
-        grouped: dict[str, list[Tile]] = {}
-        for tile in self.tiles:
-            grouped.setdefault(tile.gemm, []).append(tile)
-        return {
-            gemm: tuple(sorted(tiles, key=lambda tile: (tile.ks, tile.rows, tile.cols)))
-            for gemm, tiles in grouped.items()
-        }
+    def tiles(self) -> AllTiles:
+        """All tiles, gemm after gemm."""
+        return AllTiles(self.by_gemm)
 
     @cached_property
     def devices_used(self) -> int:
         """Number of devices that have at least one tile."""
-        return len({tile.device for tile in self.tiles})
+        used: set[int] = set()
+        for owner in {id(tiles.owner): tiles.owner for tiles in self.by_gemm.values()}.values():
+            used.update(np.unique(owner).tolist())
+        return len(used)
 
     def why(self, device: str) -> str:
         """Why this device has the share of work that it has."""
         return self.reasons[device]
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline, *(f"  {name}: {value}" for name, value in self._facts)])
+
+    def _repr_html_(self) -> str:
+        return html_table(("", ""), self._facts, caption=self._headline)
+
+    @property
+    def _headline(self) -> str:
+        ratio = f", {self.seconds / self.bound_seconds:.3g} x its bound" if self.bound_seconds else ""
+        return f"Plan: {duration(self.seconds)} a step{ratio}; {self.binding} binds"
+
+    @property
+    def _facts(self) -> list[tuple[str, str]]:
+        fullest = max(self.peak_memory, key=lambda name: self.peak_memory[name], default="")
+        return [
+            ("tiles", f"{len(self.tiles):,} of {len(self.by_gemm):,} gemms"),
+            ("devices", f"{self.devices_used:,} of {len(self.reasons):,}"),
+            ("down", quantity(self.down_bytes, "B")),
+            ("up", quantity(self.up_bytes, "B")),
+            ("memory", f"{quantity(self.peak_memory.get(fullest, 0), 'B')} at most, on {fullest}"),
+        ]
+
+
+def _equal(one: Column, other: Column) -> bool:
+    return one is other or bool(np.array_equal(one, other))

@@ -25,6 +25,7 @@ from distributed.system import MEMORY_LIMIT
 
 from cleave_dask import config
 from cleave_dask._version import __version__
+from cleave_dask.fleet.units import Dimension, parse
 from cleave_dask.runtime.kernels import Kernel, load_kernel, measure_flops, use_threads
 from cleave_dask.runtime.tiles import SliceName, TileSpec, slice_names
 
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _DATA_CALLS = ("get_data", "gather", "update_data")
 """Calls by which other workers would fetch from this one, or put data on it: a device takes none of them."""
+
+_FIGURES: dict[str, Dimension] = {"flops": "flop/s", "down": "bytes/s", "up": "bytes/s", "latency": "seconds"}
+"""Settings of a device that are its figures in a plan."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -145,6 +149,16 @@ class DeviceRuntime:
         return results, perf_counter() - start
 
 
+def declared_figures() -> dict[str, float]:
+    """What the owner says of this device, in base units: it goes before anything measured or assumed."""
+    figures: dict[str, float] = {}
+    for key, dimension in _FIGURES.items():
+        given = config.get(f"device.{key}")
+        if given is not None:
+            figures[key] = parse(given, dimension, field=f"setting 'cleave.device.{key}'")
+    return figures
+
+
 async def dask_setup(worker: Worker) -> None:
     """Make a stock worker a device: its kernel, its window of tiles in flight, what it tells the scheduler."""
     kernel = load_kernel(config.get("device.kernel"))
@@ -154,15 +168,17 @@ async def dask_setup(worker: Worker) -> None:
     worker.extensions["cleave"] = runtime
     for call in _DATA_CALLS:
         worker.handlers.pop(call, None)
-    flops = await asyncio.get_running_loop().run_in_executor(runtime.multiplier, measure_flops, kernel)
     facts = {
         "role": "device",
         "version": __version__,
         "kernel": kernel.name,
-        "flops": flops,
         "memory": memory,
         "cores": cores,
+        **declared_figures(),
     }
+    if "flops" not in facts:
+        loop = asyncio.get_running_loop()
+        facts["flops"] = await loop.run_in_executor(runtime.multiplier, measure_flops, kernel)
     worker.startup_information["cleave"] = lambda _: facts
     worker.state.nthreads = int(config.get("device.window"))
 

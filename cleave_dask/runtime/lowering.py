@@ -7,7 +7,7 @@ the scheduler expands, so that a step of 50,000 tiles costs the client next to n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -159,7 +159,7 @@ def lower(graph: StepGraph, plan: Plan) -> Lowered:
     return Lowered(graph, plan, schedule(graph, plan))
 
 
-def job_skeleton(gemm: Gemm, tiles: tuple[Tile, ...], after: tuple[int, ...], rank: int) -> JobSkeleton:
+def job_skeleton(gemm: Gemm, tiles: Sequence[Tile], after: tuple[int, ...], rank: int) -> JobSkeleton:
     """The compact form of a job."""
     cuts = np.array([(*tile.rows, *tile.cols, *tile.ks) for tile in tiles], dtype=np.int32)
     devices = tuple(tile.device for tile in tiles)
@@ -176,7 +176,7 @@ def grid_of(tiles: Iterable[Tile]) -> tuple[list[Range], list[Range]] | None:
 
 def block_tasks(
     name: str,
-    tiles: tuple[Tile, ...],
+    tiles: Sequence[Tile],
     grid: tuple[list[Range], list[Range]],
     of: tuple[str, int, int],
     *,
@@ -202,7 +202,7 @@ def overlaps(one: Range, other: Range) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _array(gemm: Gemm, tiles: tuple[Tile, ...], tasks: dict[Key, OrderedTask], of: tuple[str, int, int]) -> da.Array:
+def _array(gemm: Gemm, tiles: Sequence[Tile], tasks: dict[Key, OrderedTask], of: tuple[str, int, int]) -> da.Array:
     name = f"{gemm.name}-{of[0]}-{of[1]}"
     grid = grid_of(tiles) or ([(0, gemm.m)], [(0, gemm.n)])
     shape = (gemm.m, gemm.n) if gemm.kind == "gemm" else gemm.outputs[0].shape

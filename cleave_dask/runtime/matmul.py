@@ -42,7 +42,7 @@ def matmul(a: da.Array, b: da.Array, *, client: Client | None = None, grid: Grid
     gemm = _gemm(a, b, dtype.name)
     step = StepGraph("product", (), (gemm,), loss="", grads=(), buffers=(), batch="")
     fleet = Fleet.from_workers(inspect(client or _client()).devices)
-    tiles = plan(step, fleet, min_flops=0, grid=grid).by_gemm[gemm.name]
+    tiles = tuple(plan(step, fleet, min_flops=0, tiling="even", grid=grid).by_gemm[gemm.name])
     return _array(a, b, gemm, tiles, f"{tokenize(a, b, tiles):.12}")
 
 

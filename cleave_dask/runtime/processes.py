@@ -110,19 +110,32 @@ class WorkerProcess(DaskProcess):
     """The server or a device: a stock Dask worker without a nanny."""
 
     def __init__(
-        self, scheduler: str, *, name: str, folder: str, host: str, options: Iterable[str], threads: int
+        self,
+        scheduler: str,
+        *,
+        name: str,
+        folder: str,
+        host: str,
+        options: Iterable[str],
+        threads: int,
+        settings: Mapping[str, str],
     ) -> None:
         place = ("--name", name, "--host", host, "--local-directory", folder)
         command = ("worker", scheduler, "--no-nanny", "--no-dashboard", *place)
-        super().__init__(name, folder, (*command, *_WATCHED, *options), dict.fromkeys(_THREADS, str(threads)))
+        super().__init__(
+            name, folder, (*command, *_WATCHED, *options), {**dict.fromkeys(_THREADS, str(threads)), **settings}
+        )
 
 
 class ServedCluster(SpecCluster):
-    """A scheduler and a server on this machine, and workers given as {name: (options of `dask worker`, threads)}."""
+    """A scheduler and a server on this machine, and workers.
+
+    Workers are given as {name: (options of `dask worker`, threads of its kernel, settings in its environment)}.
+    """
 
     def __init__(
         self,
-        workers: Mapping[str, tuple[Iterable[str], int]] | None = None,
+        workers: Mapping[str, tuple[Iterable[str], int, Mapping[str, str]]] | None = None,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -133,7 +146,7 @@ class ServedCluster(SpecCluster):
         self.host = host
         self.server_name = str(config.get("server.name"))
         options = ("--nthreads", "1", "--memory-limit", "0", "--preload", "cleave_dask.runtime.server")
-        everyone = {self.server_name: (options, os.cpu_count() or 1), **(workers or {})}
+        everyone = {self.server_name: (options, os.cpu_count() or 1, {}), **(workers or {})}
         address = {"folder": self.folder, "host": host, "port": port, "dashboard": dashboard}
         super().__init__(
             workers={worker: self._spec(worker, *how) for worker, how in everyone.items()},
@@ -147,9 +160,9 @@ class ServedCluster(SpecCluster):
             self.close()
             raise
 
-    def _spec(self, name: str, options: Iterable[str], threads: int) -> dict[str, Any]:
+    def _spec(self, name: str, options: Iterable[str], threads: int, settings: Mapping[str, str]) -> dict[str, Any]:
         described = {"name": name, "folder": self.folder, "host": self.host, "options": options, "threads": threads}
-        return {"cls": WorkerProcess, "options": described}
+        return {"cls": WorkerProcess, "options": {**described, "settings": settings}}
 
     async def _joined(self, wanted: set[str]) -> None:
         """Wait until everyone has joined; a process that died on the way is shown with its log."""

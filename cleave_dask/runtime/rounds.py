@@ -8,7 +8,7 @@ nothing but what it reads, so a gradient that only the optimizer needs never hol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cleave_dask.graph.ir import Gemm, Op, Step, StepGraph
@@ -36,7 +36,7 @@ class Job:
     """One distributed gemm: its tiles and the rounds that make its operands."""
 
     gemm: Gemm
-    tiles: tuple[Tile, ...]
+    tiles: Sequence[Tile]
     after: tuple[int, ...]
     rank: int
 

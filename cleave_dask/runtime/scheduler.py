@@ -117,13 +117,24 @@ class SteeringPlugin(SchedulerPlugin):
                 ts.priority = (0, generation, ts.run_spec.rank)
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **__: Any) -> None:
-        """Keep the dispatcher's view of tiles in flight true."""
+        """Keep the dispatcher's view of tiles in flight true, and accepted tiles safe."""
         if start == "processing" and key in self.dispatcher.holder:
             self.dispatcher.tile_ended(key)
             self._pump_soon()
+            if finish == "memory":
+                self._secure(key)
         if finish in ("forgotten", "released"):
             self.dispatcher.tile_forgotten(key)
             self._granted.pop(key, None)
+
+    def _secure(self, key: Key) -> None:
+        """A tile that the server has accepted is the server's: its device may leave, and nothing is computed again.
+
+        Only the receipt was ever on the device, and nobody fetches that, so the replica need not be real.
+        """
+        server = self.server()
+        if server is not None:
+            self.scheduler.add_replica(self.scheduler.tasks[key], server)
 
     def _drop_absent(self) -> None:
         for name, ws in list(self.devices.items()):

@@ -15,17 +15,24 @@ from cleave_dask.errors import FleetError
 from cleave_dask.fleet.devices import WORKER_DEFAULTS, Device, Fleet, Link, Server
 from cleave_dask.runtime.processes import ServedCluster
 
+LOOPBACK = Link(bandwidth=5e8, latency=1e-3)
+"""What a tile sees of a link within one machine, with serialisation and copies."""
+
 
 class LocalFleet(ServedCluster):
     """A fleet of real processes on this machine, given as a `Fleet` or as a number of equal devices.
 
-    Each device has `cores` cores and the memory that the fleet says; its kernel is the one configured as
-    `cleave.device.kernel`.
+    Each device has `cores` cores and the memory that the fleet says, and is planned for with the speed and links that
+    the fleet says; nothing slows it down to them. Equal devices measure their own speed and have the links of a
+    loopback. Their kernel is the one configured as `cleave.device.kernel`.
     """
 
     def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = "127.0.0.1:0") -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
-        workers = {device.name: (_options(device, cores), cores) for device in self.fleet.devices}
+        workers = {
+            device.name: (_options(device, cores), cores, _figures(device, measured=isinstance(fleet, int)))
+            for device in self.fleet.devices
+        }
         super().__init__(workers, dashboard=dashboard, name="LocalFleet")
 
     @property
@@ -43,11 +50,18 @@ def _options(device: Device, cores: int) -> tuple[str, ...]:
     return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
 
 
+def _figures(device: Device, *, measured: bool) -> dict[str, str]:
+    """What a device is told that it is, as settings in its environment; its speed only if it should not measure it."""
+    figures = {"down": device.down.bandwidth, "up": device.up.bandwidth, "latency": device.down.latency}
+    if not measured:
+        figures["flops"] = device.flops
+    return {f"DASK_CLEAVE__DEVICE__{name.upper()}": repr(float(value)) for name, value in figures.items()}
+
+
 def _equal_devices(count: int) -> Fleet:
     """`count` devices with default figures and an equal share of half of this machine's memory."""
     if count < 1:
         raise FleetError(f"a local fleet of {count} devices; give 1 or more")
-    figures = WORKER_DEFAULTS
-    down, up = Link(figures["down"], figures["latency"]), Link(figures["up"], figures["latency"])
     memory = MEMORY_LIMIT / 2 / count
-    return Fleet(Server(), tuple(Device(f"device-{n}", figures["flops"], memory, down, up) for n in range(count)))
+    flops = WORKER_DEFAULTS["flops"]
+    return Fleet(Server(), tuple(Device(f"device-{n}", flops, memory, LOOPBACK, LOOPBACK) for n in range(count)))

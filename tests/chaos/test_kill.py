@@ -15,6 +15,7 @@ from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
+from tests.waiting import until_tasks
 
 STEPS = 6
 
@@ -43,4 +44,4 @@ def test_killed_devices_change_nothing_but_the_time(chaos_seed: int) -> None:
             for step, victim in zip(steps, victims, strict=True)
         }
         assert train(client, on_step=kills) == calm
-        assert client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) == 0
+        until_tasks(client, 0)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic, process_time
+from time import process_time
 
 import numpy as np
 import psutil
@@ -24,6 +24,7 @@ from cleave_dask.runtime.processes import ServedCluster
 from cleave_dask.runtime.trainer import Trainer, submit
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
+from tests.waiting import until, until_tasks
 
 MB = 1 << 20
 
@@ -44,10 +45,11 @@ def worker(cluster: ServedCluster, *options: str) -> Iterator[None]:
 
 
 def wait_for(client: Client, name: str, *, present: bool) -> None:
-    deadline = monotonic() + 60
-    while (name in {w["name"] for w in client.scheduler_info(n_workers=-1)["workers"].values()}) != present:
-        assert monotonic() < deadline, f"waited too long for {name}"
+    def joined() -> bool:
         client.sync(client._update_scheduler_info)
+        return name in {worker["name"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()}
+
+    until(lambda: joined() == present, f"{name} {'joins' if present else 'leaves'}")
 
 
 def test_devices_are_light_and_describe_themselves(fleet: LocalFleet, client: Client) -> None:
@@ -73,15 +75,9 @@ def test_fifty_thousand_tiles_cost_the_client_little_and_leave_nothing_behind() 
         start = process_time()
         future = submit(client, "many", 0, skeleton)
         assert process_time() - start < 0.5
-        wait_for_tasks(client, 50_002)
+        until_tasks(client, 50_002)
         future.cancel()
-        wait_for_tasks(client, 0)
-
-
-def wait_for_tasks(client: Client, count: int) -> None:
-    deadline = monotonic() + 120
-    while client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) != count:
-        assert monotonic() < deadline, f"waited too long for {count} tasks"
+        until_tasks(client, 0)
 
 
 def test_what_a_cluster_lacks_is_said() -> None:

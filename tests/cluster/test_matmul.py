@@ -9,6 +9,7 @@ from distributed import Client, LocalCluster
 
 from cleave_dask.errors import ClusterError, InputError
 from cleave_dask.runtime.matmul import matmul
+from tests.waiting import until, until_tasks
 
 
 def arrays(dtype: str = "float32", m: int = 130, k: int = 70, n: int = 90) -> tuple[da.Array, da.Array]:
@@ -34,8 +35,8 @@ def test_it_goes_on_as_a_dask_array_and_is_forgotten(client: Client) -> None:
     total = (matmul(a, b) + 1).T[:20].sum()
     plain = ((a @ b) + 1).T[:20].sum()
     assert total.compute() == pytest.approx(plain.compute())
-    assert client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) == 0
-    assert products_on_server(client) == 0
+    until_tasks(client, 0)
+    until(lambda: products_on_server(client) == 0, "the server lets go of the product")
 
 
 def products_on_server(client: Client) -> int:

@@ -16,6 +16,7 @@ from cleave_dask.planning.planner import Grid, plan
 from cleave_dask.runtime.trainer import Planner, Trainer
 from tests import models
 from tests.graph import small_models
+from tests.waiting import until_tasks
 
 Model = Callable[[], nn.Module]
 GRIDS = {"even": None, "uneven": (3, 2, 1), "split-k": (2, 1, 3)}
@@ -30,11 +31,6 @@ MODELS: dict[str, tuple[Model, models.Batch]] = {
 def planner(grid: Grid | None) -> Planner:
     """Send out every gemm, however small."""
     return partial(plan, min_flops=0, grid=grid)
-
-
-def tasks_left(client: Client) -> int:
-    count: int = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
-    return count
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
@@ -55,7 +51,7 @@ def test_one_step_equals_torch(client: Client, model: str, grid: Grid | None) ->
     for name, buffer in reference.named_buffers():
         if name in after:
             torch.testing.assert_close(after[name], buffer, atol=1e-6, rtol=1e-5)
-    assert tasks_left(client) == 0
+    until_tasks(client, 0)
 
 
 OTHERS: dict[str, tuple[Model, models.Batch]] = {
@@ -116,7 +112,7 @@ def test_twenty_steps_follow_torch(client: Client, name: str) -> None:
         losses = [trainer.step(**batch) for batch in batches]
     assert losses == pytest.approx(expected, abs=1e-4)
     assert losses[-1] < losses[0]
-    assert tasks_left(client) == 0
+    until_tasks(client, 0)
 
 
 def test_clipping_accumulation_and_schedule_follow_torch(client: Client) -> None:
@@ -178,4 +174,4 @@ def test_a_nan_loss_leaves_the_weights_alone(client: Client) -> None:
         after = trainer.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
         trainer.step(**batch)
-    assert tasks_left(client) == 0
+    until_tasks(client, 0)

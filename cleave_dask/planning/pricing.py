@@ -1,0 +1,210 @@
+"""What a planned step takes: the critical path, the filler beside it, and the resource that decides.
+
+Levels wait for each other only as data flows. Before the first gradient of a weight can be computed, a level takes
+the time of its gemms alone. From then on filler keeps every link busy, so the rest of the step takes as long as its
+critical levels or as its busiest resource, whichever is longer: some device's downlink, uplink or multiplier, the
+server's links, the scheduler. And never less than the longest chain of gemms, the last gradients included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave_dask.fleet.devices import Fleet
+from cleave_dask.formatting import duration, quantity
+from cleave_dask.graph.ir import Gemm, StepGraph
+from cleave_dask.planning.bound import gemm_bound, longest_chain, step_bound
+from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
+from cleave_dask.planning.layout import STAGES, Layout
+from cleave_dask.planning.values import LevelCost, Plan, Tiles
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Seconds that some gemms keep every resource busy."""
+
+    stages: Floats  # (3, devices)
+    server: Mapping[str, float]
+
+    @property
+    def busiest(self) -> tuple[float, str]:
+        """The busiest resource and its seconds."""
+        stage, seconds = int(self.stages.max(axis=1).argmax()), float(self.stages.max())
+        return max([(seconds, STAGES[stage]), *((time, name) for name, time in self.server.items())])
+
+
+def priced(
+    graph: StepGraph,
+    fleet: Fleet,
+    layouts: Mapping[str, Layout],
+    *,
+    tiling: str,
+    scheduler_seconds: float = SCHEDULER_SECONDS,
+) -> Plan:
+    """The plan that these layouts make, by gemm, with everything that it is predicted to cost."""
+    rates = Rates.of(fleet)
+    shapes = {layout.shape for layout in layouts.values()}
+    bounds = {shape: gemm_bound(shape, rates, fleet.server, scheduler_seconds=scheduler_seconds)[0] for shape in shapes}
+    levels = _levels(graph, layouts, bounds)
+    seconds, binding = _step_seconds(graph, fleet, layouts, levels)
+    bound = step_bound(graph, fleet, layouts, gemm_bounds=bounds, scheduler_seconds=scheduler_seconds)
+    total = _load(list(layouts.values()), len(fleet))
+    names = tuple(device.name for device in fleet.devices)
+    return Plan(
+        by_gemm=_tables(layouts, names),
+        seconds=seconds,
+        bound_seconds=bound,
+        binding=binding,
+        down_bytes=round(sum(layout.down_bytes for layout in layouts.values())),
+        up_bytes=round(sum(layout.up_bytes for layout in layouts.values())),
+        peak_memory=_peaks(layouts, names),
+        reasons=_reasons(fleet, layouts, total),
+        levels=levels,
+        tiling=tiling,
+        busy=dict(zip(names, total.stages.max(axis=0).tolist(), strict=True)),
+    )
+
+
+def _tables(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, Tiles]:
+    """The tiles of each gemm; gemms of one layout share their columns."""
+    ranges = {id(layout.ranges): layout.ranges.astype(np.int32) for layout in layouts.values()}
+    owners = {id(layout.owner): layout.owner.astype(np.int32) for layout in layouts.values()}
+    return {
+        gemm: Tiles(gemm, ranges[id(layout.ranges)], owners[id(layout.owner)], names)
+        for gemm, layout in layouts.items()
+    }
+
+
+def _peaks(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, int]:
+    """Bytes that each device needs at most: any IN_FLIGHT of its tiles, of whichever gemms, sharing nothing."""
+    peak = np.zeros(len(names))
+    for layout in _distinct(layouts.values()):
+        np.maximum.at(peak, layout.devices, layout.memory)
+    return dict(zip(names, np.ceil(peak).astype(np.int64).tolist(), strict=True))
+
+
+def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
+    """Each layout once."""
+    return list({id(layout): layout for layout in layouts}.values())
+
+
+def _levels(graph: StepGraph, layouts: Mapping[str, Layout], bounds: Mapping[Shape, float]) -> tuple[LevelCost, ...]:
+    """A row for each level and, apart, for the filler that becomes ready with it."""
+    grouped: dict[tuple[int, bool], list[Gemm]] = defaultdict(list)
+    for gemm in graph.gemms:
+        if gemm.name in layouts:
+            grouped[gemm.level, gemm.role == "dW"].append(gemm)
+    rows = []
+    for (level, filler), gemms in sorted(grouped.items()):
+        here = [layouts[gemm.name] for gemm in gemms]
+        slowest = max(here, key=lambda layout: layout.seconds)
+        rows.append(
+            LevelCost(
+                level=level,
+                gemms=tuple(gemm.name for gemm in gemms),
+                seconds=sum(layout.seconds for layout in here),
+                bound_seconds=sum(bounds[layout.shape] for layout in here),
+                binding=slowest.binding,
+                devices=max(len(layout.devices) for layout in here),
+                tiles=sum(len(layout.owner) for layout in here),
+                down_bytes=round(sum(layout.down_bytes for layout in here)),
+                up_bytes=round(sum(layout.up_bytes for layout in here)),
+                filler=filler,
+            )
+        )
+    return tuple(rows)
+
+
+def _step_seconds(
+    graph: StepGraph, fleet: Fleet, layouts: Mapping[str, Layout], levels: Sequence[LevelCost]
+) -> tuple[float, str]:
+    """Predicted seconds of the step and what decides them."""
+    first = min((row.level for row in levels if row.filler), default=1 + max((row.level for row in levels), default=0))
+    kept = [gemm for gemm in graph.gemms if gemm.name not in layouts]
+    spent: defaultdict[str, float] = defaultdict(float)
+    before = after = 0.0
+    for level, seconds, binding in [
+        *((row.level, row.seconds, row.binding) for row in levels if not row.filler),
+        *((gemm.level, gemm.flops / fleet.server.flops, "server compute") for gemm in kept),
+    ]:
+        spent[binding] += seconds
+        before, after = (before + seconds, after) if level < first else (before, after + seconds)
+    beside = [layouts[name] for row in levels if row.level >= first for name in row.gemms]
+    busiest, resource = _load(beside, len(fleet)).busiest if beside else (0.0, "latency")
+    if busiest > after:
+        spent[resource] += busiest - after
+    weights = {name: layout.seconds for name, layout in layouts.items()}
+    chain = longest_chain(graph, fleet, weights)
+    seconds = max(before + max(after, busiest), chain)
+    spent["latency"] += 1e-12
+    return seconds, max(spent, key=lambda name: spent[name])
+
+
+def _load(layouts: Sequence[Layout], devices: int) -> _Load:
+    """How long each resource is busy with these gemms."""
+    stages = np.zeros((3, devices))
+    server: defaultdict[str, float] = defaultdict(float)
+    times = Counter(map(id, layouts))
+    for layout in _distinct(layouts):
+        count = times[id(layout)]
+        stages[:, layout.devices] += count * layout.stages
+        server["scheduler"] += count * layout.scheduler_seconds
+        server["server egress"] += count * layout.egress_seconds
+        server["server ingress"] += count * layout.ingress_seconds
+    return _Load(stages, server)
+
+
+def _reasons(fleet: Fleet, layouts: Mapping[str, Layout], total: _Load) -> dict[str, str]:
+    """Why each device has the work it has, or none."""
+    tiles, volume = np.zeros(len(fleet), dtype=np.int64), np.zeros(len(fleet))
+    times = Counter(map(id, layouts.values()))
+    for layout in _distinct(layouts.values()):
+        tiles[layout.devices] += times[id(layout)] * layout.tiles
+        volume[layout.devices] += times[id(layout)] * layout.stages[1]
+    work = volume * Rates.of(fleet).flops
+    share = work / max(float(work.sum()), 1e-300)
+    stage = total.stages.argmax(axis=0)
+    reasons = {
+        device.name: f"{share[place]:.2%} of the work in {tiles[place]:,} tiles: its {STAGES[stage[place]]} binds"
+        for place, device in enumerate(fleet.devices)
+        if tiles[place]
+    }
+    if len(reasons) < len(fleet) and layouts:
+        idle = np.flatnonzero(tiles == 0)
+        reasons |= _left_out(fleet, max(_distinct(layouts.values()), key=lambda layout: layout.shape.flops), idle)
+    return {device.name: reasons.get(device.name, "no gemm is sent out") for device in fleet.devices}
+
+
+def _left_out(fleet: Fleet, layout: Layout, idle: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, str]:
+    """What keeps each idle device from taking over the smallest share that a device has of the largest gemm."""
+    rates = Rates.of(fleet)
+    least = int((layout.stages[1] * rates.flops[layout.devices]).argmin())
+    giver = layout.devices[least]
+    seconds = np.stack(
+        [
+            layout.stages[0][least] * rates.down[giver] / rates.down[idle],
+            layout.stages[1][least] * rates.flops[giver] / rates.flops[idle],
+            layout.stages[2][least] * rates.up[giver] / rates.up[idle],
+            rates.latency[idle],
+        ]
+    )
+    extra = seconds.sum(axis=0) - layout.seconds
+    found = {}
+    for place, late, column in zip(idle.tolist(), extra.tolist(), seconds.T, strict=True):
+        device = fleet.devices[place]
+        why = (
+            f"its downlink of {quantity(device.down.bandwidth, 'B/s')}",
+            f"its speed of {quantity(device.flops, 'FLOP/s')}",
+            f"its uplink of {quantity(device.up.bandwidth, 'B/s')}",
+            f"its latency of {duration(device.down.latency)}",
+        )[int(column.argmax())]
+        found[device.name] = (
+            f"left out: {why} would add {duration(late)}"
+            if late > 0
+            else "left out: its share would not be worth the scheduler's time for another tile"
+        )
+    return found

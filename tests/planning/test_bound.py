@@ -1,0 +1,111 @@
+"""Bounds: no plan beats them, brute force over all tilings of tiny gemms included."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.planning.bound import gemm_bound
+from cleave_dask.planning.capacity import alone, most
+from cleave_dask.planning.cost import Rates, Shape
+from cleave_dask.planning.layout import lay_out
+from cleave_dask.planning.tiling import tile_gemm
+from tests.strategies import fleets
+
+
+def shape(m: int, n: int, k: int, width: int = 4) -> Shape:
+    return Shape("gemm", m, n, k, 2.0 * m * n * k, width, width)
+
+
+@given(fleets(most=4, least_memory=1e8), st.tuples(*[st.integers(1, 4)] * 3), st.sampled_from([0.0, 5e-4]))
+@settings(deadline=None)
+def test_no_assignment_of_cubes_beats_the_bound(fleet: Fleet, size: tuple[int, int, int], slot: float) -> None:
+    """A device may take any set of multiplications: whatever random sets are drawn, none is faster than the bound."""
+    what, rates = shape(*(64 * extent for extent in size)), Rates.of(fleet)
+    bound, _ = gemm_bound(what, rates, fleet.server, scheduler_seconds=slot)
+    cells = np.array(list(product(*(range(extent) for extent in size))))
+    chance = np.random.default_rng(len(cells))
+    for _ in range(20):
+        owner = chance.integers(0, len(fleet), len(cells))
+        ranges = np.stack([cells * 64, (cells + 1) * 64], axis=2).reshape(len(cells), 6)
+        found = lay_out(what, ranges, owner, rates, fleet.server, scheduler_seconds=slot)
+        assert found.seconds >= bound * (1 - 1e-9)
+
+
+@given(fleets(most=6, least_memory=1e7), st.tuples(*[st.integers(1, 3000)] * 3), st.sampled_from([0.0, 5e-4]))
+@settings(deadline=None, max_examples=60)
+def test_no_plan_beats_its_bound(fleet: Fleet, size: tuple[int, int, int], slot: float) -> None:
+    what, rates = shape(*size), Rates.of(fleet)
+    bound, _ = gemm_bound(what, rates, fleet.server, scheduler_seconds=slot)
+    found = tile_gemm(what, rates, fleet.server, scheduler_seconds=slot)
+    assert found.seconds >= bound * (1 - 1e-9)
+    assert (found.memory <= rates.memory[found.devices]).all()
+
+
+@given(
+    st.tuples(*[st.integers(1, 40)] * 3),
+    st.tuples(*[st.integers(1, 500)] * 3),
+    fleets(most=1, least_memory=1e10),
+)
+def test_capacity_holds_for_every_cuboid(box: tuple[int, int, int], size: tuple[int, int, int], fleet: Fleet) -> None:
+    m, n, k = (min(extent, whole) for extent, whole in zip(box, size, strict=True))
+    what, rates = shape(*size), Rates.of(fleet)
+    down = (m + n) * k * 4 / rates.down
+    compute, up = 2.0 * m * n * k / rates.flops, m * n * 4 / rates.up
+    together = np.maximum(np.maximum(down, compute), up)
+    assert most(what, rates, together)[0][0] >= m * n * k * (1 - 1e-9)
+    assert alone(what, rates, down + compute + up)[0][0] >= m * n * k * (1 - 1e-6)
+
+
+def uneven(*devices: tuple[float, float]) -> Fleet:
+    made = (
+        Device(f"d{n}", 1e15, 1e12, Link(down / 1e3, 0.0), Link(up / 1e3, 0.0)) for n, (down, up) in enumerate(devices)
+    )
+    return Fleet(Server(1e15, 1e15, 1e15, 1e15), tuple(made))
+
+
+@pytest.mark.parametrize("links", [((4e4, 2e4),), ((4e4, 2e4), (4e4, 4e3)), ((6e4, 1e4), (2e4, 5e3))])
+@pytest.mark.parametrize("size", [(12, 12, 12), (24, 6, 12), (6, 6, 48)])
+def test_plans_come_close_to_the_best_of_all_guillotine_cuts(
+    links: tuple[tuple[float, float], ...], size: tuple[int, int, int]
+) -> None:
+    """Every way to cut the cuboid in two at a multiple of 3, or not at all, with every number of equal tiles."""
+    fleet, what = uneven(*links), shape(*size)
+    rates = Rates.of(fleet)
+    best = min(
+        lay_out(what, np.array(ranges), np.array(owner), rates, fleet.server, scheduler_seconds=0.0).seconds
+        for ranges, owner in cuts(size, len(fleet))
+    )
+    found = tile_gemm(what, rates, fleet.server, scheduler_seconds=0.0).seconds
+    assert found <= 1.10 * best
+
+
+def cuts(size: tuple[int, int, int], devices: int) -> list[tuple[list[list[int]], list[int]]]:
+    """Every device alone, and every two devices on either side of every cut, in strips of one row or column."""
+    boxes: list[tuple[list[list[int]], list[int]]] = []
+    whole = [0, size[0], 0, size[1], 0, size[2]]
+    for device in range(devices):
+        boxes += [stripped([whole], [device], axis) for axis in (0, 1)]
+    for first, second in combinations(range(devices), 2):
+        for axis in range(3):
+            for edge in range(3, size[axis], 3):
+                one, other = list(whole), list(whole)
+                one[2 * axis + 1] = other[2 * axis] = edge
+                for owner in ([first, second], [second, first]):
+                    boxes += [stripped([one, other], owner, strips) for strips in (0, 1)]
+    return boxes
+
+
+def stripped(boxes: list[list[int]], owner: list[int], axis: int) -> tuple[list[list[int]], list[int]]:
+    """Boxes cut into strips of one."""
+    ranges, whose = [], []
+    for box, device in zip(boxes, owner, strict=True):
+        for start in range(box[2 * axis], box[2 * axis + 1]):
+            ranges.append([*box[: 2 * axis], start, start + 1, *box[2 * axis + 2 :]])
+            whose.append(device)
+    return ranges, whose
