@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cleave_dask.graph.ir import Gemm, StepGraph
     from cleave_dask.graph.recipes import Recipe
     from cleave_dask.planning.planner import plan
+    from cleave_dask.planning.replanning import replan
     from cleave_dask.planning.values import Plan, Tile
     from cleave_dask.runtime.lowering import lower
     from cleave_dask.runtime.matmul import matmul
@@ -73,6 +74,7 @@ __all__ = [
     "lower",
     "matmul",
     "plan",
+    "replan",
     "verify_tile",
 ]
 
@@ -92,6 +94,7 @@ _LAZY = {
     "lower": "cleave_dask.runtime.lowering",
     "matmul": "cleave_dask.runtime.matmul",
     "plan": "cleave_dask.planning.planner",
+    "replan": "cleave_dask.planning.replanning",
     "verify_tile": "cleave_dask.runtime.verification",
 }
 

@@ -94,7 +94,7 @@ class DeviceRuntime:
     def __init__(self, worker: Worker, kernel: Kernel, cores: int, memory: int) -> None:
         self.worker = worker
         self.kernel = kernel
-        self.cache = SliceCache(min(config.nbytes("device.cache"), memory // 4))
+        self.cache = SliceCache(min(config.nbytes("device.cache"), memory // 2))
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         use_threads(cores)
 
