@@ -425,6 +425,17 @@ def test_plan_prints_the_attributes_of_a_plan(recipe: str) -> None:
     assert "\x1b" not in table.stdout
 
 
+def test_plan_shows_levels_and_draws_a_gemm(recipe: str, tmp_path: Path) -> None:
+    picture = tmp_path / "gemm.svg"
+    shown = run("plan", recipe, "--fleet", "lab-8", "--levels", "--plot", str(picture))
+    assert shown.exit_code == 0, shown.stderr
+    assert "(filler)" in shown.stdout
+    assert picture.read_text().startswith("<svg")
+    wrong = run("plan", recipe, "--fleet", "lab-8", "--plot", str(picture), "--gemm", "nothing")
+    assert wrong.exit_code == 2
+    assert "no gemm that is sent out is called 'nothing'" in wrong.stderr
+
+
 def test_profile_is_an_entry_of_a_fleet_file(tmp_path: Path) -> None:
     result = run("profile", "--json")
     assert result.exit_code == 0, result.stderr

@@ -25,7 +25,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
-from cleave_dask.runtime.server_gathering import Array, TileRejected
+from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
@@ -83,9 +83,9 @@ class ServerRuntime:
         compute_seconds: float,
     ) -> dict[str, Any]:
         """A tile from a device, with how long it waited for operands and how long it multiplied."""
-        timing = {"pull": pull_seconds, "compute": compute_seconds}
+        attempt = Attempt(device, pull_seconds, compute_seconds)
         try:
-            await self._off_loop(self._run(run).accept, step, job, tile, arrays, timing)
+            await self._off_loop(self._run(run).accept, step, job, tile, arrays, attempt)
         except (TileRejected, StepError) as error:
             logger.warning("Tile %s of job %s from %s rejected: %s", tile, job, device, error)
             return {"accepted": False, "why": str(error)}

@@ -7,6 +7,7 @@ is the same bit for bit whatever the devices do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -21,6 +22,15 @@ from cleave_dask.runtime.wire import to_wire, wire_dtype
 from cleave_dask.runtime.wire_torch import from_wire
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Who made a tile, and how long it waited for operands and multiplied, as it says itself."""
+
+    device: str
+    pull_seconds: float
+    compute_seconds: float
 
 
 class TileRejected(Exception):

@@ -10,7 +10,7 @@ import torch
 
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Tile
-from cleave_dask.runtime.server_gathering import Array, Gathering, operand_slice
+from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, operand_slice
 
 Blocks = Sequence[Sequence[Any]]
 """The blocks of a dask array, row by row."""
@@ -29,7 +29,7 @@ class Product:
         """The slice of an operand that a device asks for."""
         return operand_slice(self.gemm, operand, ranges, self._operands.__getitem__)
 
-    def accept(self, step: int, job: int, tile: int, arrays: list[Array], timing: dict[str, float]) -> bool:
+    def accept(self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt) -> bool:
         """Take a tile that a device pushed; False if it is here already."""
         return self._gathering.accept(tile, arrays)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -17,7 +17,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
-from cleave_dask.runtime.server_gathering import Array, Gathering, operand_slice
+from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, operand_slice
 from cleave_dask.runtime.store import TileStore
 
 
@@ -36,6 +36,7 @@ class Counters:
     down_bytes: int = 0
     up_bytes: int = 0
     tiles: int = 0
+    tiles_of: Counter[str] = field(default_factory=Counter)  # accepted tiles, by device
     retries: int = 0
     rejected: int = 0
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by use
@@ -117,14 +118,16 @@ class Training:
             self.counters.down_bytes += sum(part.nbytes for part in parts)
         return parts, axis
 
-    def accept(self, step: int, job: int, tile: int, arrays: list[Array], timing: dict[str, float]) -> bool:
+    def accept(self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt) -> bool:
         """Take a tile that a device pushed; False if it is here already."""
         self._check_step(step)
         start = perf_counter()
         fresh = self.gathering(job).accept(tile, arrays)
         with self._lock:
-            for use, seconds in {**timing, "gather": perf_counter() - start}.items():
-                self.counters.spent[use] += seconds
+            self.counters.spent["gather"] += perf_counter() - start
+            self.counters.spent["pull"] += attempt.pull_seconds
+            self.counters.spent["compute"] += attempt.compute_seconds
+            self.counters.tiles_of[attempt.device] += fresh
             self.counters.up_bytes += sum(array.nbytes for array in arrays)
             self.counters.tiles += fresh
             self.counters.retries += not fresh
@@ -204,6 +207,7 @@ class Training:
             "tiles": self.counters.tiles,
             "retries": self.counters.retries,
             "rejected": self.counters.rejected,
+            "tiles_of": dict(self.counters.tiles_of),
             "spent": dict(self.counters.spent),
         }
         if last:
