@@ -23,16 +23,14 @@ class LocalFleet(ServedCluster):
     """A fleet of real processes on this machine, given as a `Fleet` or as a number of equal devices.
 
     Each device has `cores` cores and the memory that the fleet says, and is planned for with the speed and links that
-    the fleet says; nothing slows it down to them. Equal devices measure their own speed and have the links of a
-    loopback. Their kernel is the one configured as `cleave.device.kernel`.
+    the fleet says; nothing slows it down to them. Equal devices have the links of a loopback, and one speed: if all
+    measured theirs as they start together on shared cores, each would find another. The kernel is the one configured as
+    `cleave.device.kernel`.
     """
 
     def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = "127.0.0.1:0") -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
-        workers = {
-            device.name: (_options(device, cores), cores, _figures(device, measured=isinstance(fleet, int)))
-            for device in self.fleet.devices
-        }
+        workers = {device.name: (_options(device, cores), cores, _figures(device)) for device in self.fleet.devices}
         super().__init__(workers, dashboard=dashboard, name="LocalFleet")
 
     @property
@@ -50,11 +48,14 @@ def _options(device: Device, cores: int) -> tuple[str, ...]:
     return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
 
 
-def _figures(device: Device, *, measured: bool) -> dict[str, str]:
-    """What a device is told that it is, as settings in its environment; its speed only if it should not measure it."""
-    figures = {"down": device.down.bandwidth, "up": device.up.bandwidth, "latency": device.down.latency}
-    if not measured:
-        figures["flops"] = device.flops
+def _figures(device: Device) -> dict[str, str]:
+    """What a device is told that it is, as settings in its environment."""
+    figures = {
+        "flops": device.flops,
+        "down": device.down.bandwidth,
+        "up": device.up.bandwidth,
+        "latency": device.down.latency,
+    }
     return {f"DASK_CLEAVE__DEVICE__{name.upper()}": repr(float(value)) for name, value in figures.items()}
 
 
