@@ -54,7 +54,6 @@ class ServerRuntime:
             self.cleave_program,
             self.cleave_begin,
             self.cleave_get,
-            self.cleave_names,
             self.cleave_save,
             self.cleave_restore,
             self.cleave_close,
@@ -121,10 +120,6 @@ class ServerRuntime:
         """Start a step on a batch: an array and its dtype for each source."""
         tensors = {source: from_wire(array, dtype) for source, (array, dtype) in batch.items()}
         self._training(run).begin(step, tensors)
-
-    def cleave_names(self, run: str) -> list[str]:
-        """Names of all weights and buffers."""
-        return list(self._training(run).weights)
 
     def cleave_get(self, run: str, name: str) -> dict[str, Any]:
         """One weight or buffer as it is now."""

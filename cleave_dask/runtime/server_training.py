@@ -17,7 +17,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
-from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, operand_slice
+from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice
 from cleave_dask.runtime.store import TileStore
 
 
@@ -122,7 +122,12 @@ class Training:
         """Take a tile that a device pushed; False if it is here already."""
         self._check_step(step)
         start = perf_counter()
-        fresh = self.gathering(job).accept(tile, arrays)
+        try:
+            fresh = self.gathering(job).accept(tile, arrays)
+        except TileRejected:
+            with self._lock:
+                self.counters.rejected += 1
+            raise
         with self._lock:
             self.counters.spent["gather"] += perf_counter() - start
             self.counters.spent["pull"] += attempt.pull_seconds
