@@ -102,6 +102,7 @@ class TileStore:
         with self._saving:
             try:
                 self._lock()
+                self._retain()  # a writer that died may have left a step too many: never more than keep + 1 on disk
                 if self._free() < needed:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._write(step, state)
