@@ -33,15 +33,31 @@ class Tile:
 
 
 class Tiles(Sequence[Tile]):
-    """The tiles of one gemm in canonical order (by k, rows, columns): like a tuple, at a fraction of its size."""
+    """The tiles of one gemm in canonical order (by k, rows, columns): like a tuple, at a fraction of its size.
 
-    __slots__ = ("gemm", "names", "owner", "ranges")
+    A device gets its tiles in parcels: runs of `together` tiles of its own that are sent as one task.
+    """
 
-    def __init__(self, gemm: str, ranges: Column, owner: Column, names: tuple[str, ...]) -> None:
+    __slots__ = ("gemm", "names", "owner", "ranges", "together")
+
+    def __init__(self, gemm: str, ranges: Column, owner: Column, names: tuple[str, ...], together: int = 1) -> None:
         self.gemm = gemm
         self.ranges = ranges  # (tiles, 6): rows, cols, ks, each start and stop
         self.owner = owner  # of each tile, as a position in `names`
         self.names = names  # of all devices
+        self.together = together  # tiles of a parcel; a device's last parcel may have fewer
+
+    def parcels(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Device and tile numbers of each parcel, in order of their first tiles; together they have every tile once."""
+        waiting: dict[int, list[int]] = {}
+        found: list[tuple[str, list[int]]] = []
+        for tile, device in enumerate(self.owner.tolist()):
+            parcel = waiting.get(device)
+            if parcel is None or len(parcel) >= self.together:
+                parcel = waiting[device] = []
+                found.append((self.names[device], parcel))
+            parcel.append(tile)
+        return [(device, tuple(parcel)) for device, parcel in found]
 
     def __len__(self) -> int:
         return len(self.owner)
@@ -62,8 +78,8 @@ class Tiles(Sequence[Tile]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Tiles):
-            same = self.gemm == other.gemm and self.names == other.names
-            return same and _equal(self.ranges, other.ranges) and _equal(self.owner, other.owner)
+            mine, theirs = ((tiles.gemm, tiles.names, tiles.together) for tiles in (self, other))
+            return mine == theirs and _equal(self.ranges, other.ranges) and _equal(self.owner, other.owner)
         return isinstance(other, tuple) and tuple(self) == other
 
     def __hash__(self) -> int:
@@ -73,7 +89,7 @@ class Tiles(Sequence[Tile]):
         return f"<{len(self):,} tiles of {self.gemm}>"
 
     def __dask_tokenize__(self) -> object:
-        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names
+        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names, self.together
 
 
 class AllTiles(Sequence[Tile]):
