@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -14,6 +15,8 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
+
+from cleave_dask.runtime.lowering import JobSkeleton
 
 Batch = dict[str, torch.Tensor]
 
@@ -95,3 +98,10 @@ def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
     output = module(**batch)
     loss: torch.Tensor = getattr(output, "loss", output)
     return loss
+
+
+def many_parcels(count: int, device: str, after: tuple[int, ...] = ()) -> JobSkeleton:
+    """A job of `count` parcels of one tile each, all for one device; good for submitting, not for computing."""
+    cuts = np.arange(count * 7, dtype=np.int32).reshape(count, 7)
+    ends, works = tuple(range(1, count + 1)), np.ones((count, 3))
+    return JobSkeleton("gemm", "float32", False, None, cuts, ends, (device,) * count, works, after, rank=0)

@@ -1,127 +1,392 @@
-"""Which device gets which tile, one event at a time. No clock, no I/O: the scheduler plugin only asks and tells.
+"""Which device gets which parcel, one event at a time: a state machine without a clock and without I/O.
 
-A tile waits in the queue of the device it was planned for. A device has a small window of tiles in flight; when it has
-room it takes the next tile of its own, then one that is planned for nobody, then one from the longest queue. So a
-plan is followed while it holds, and a device that joins late, or is faster than planned, still finds work.
+A parcel is what a device is sent at once: tiles of one gemm that travel as one task. Events go in (a device joined,
+left, paused, was heard of; a parcel is ready, ended, is unwanted; time passed), placements come out. The scheduler's
+plugin and the simulator drive this same object.
+
+A parcel waits in the queue of the device it was planned for. A device has a small window of parcels in flight; when it
+has room it takes the next of its own, then one that is planned for nobody, then one from the device with the longest
+work still waiting, if it would be through before that device. So a plan is followed while it holds, and a device that
+joins late, or is faster than planned, still finds work.
+
+Lateness. A device should show something, a finished parcel, within FACTOR times what its largest parcel in flight takes
+by its figures and its pace so far, plus GRACE. If it does not, its parcels in flight are handed to others, and it gets
+nothing more until it is heard of. It may still be the first to deliver: the first result wins, which is the server's
+business. Each handover doubles the patience, so that a parcel does not wander for ever.
+
+Every event costs O(log devices); `settle` and `tick` look only at devices that have room or parcels in flight.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-TileId = Any
-"""Whatever the caller knows a tile by; it is only hashed and compared."""
+from cleave_dask.planning.parcels import Figures, Work
 
+ParcelId = Any
+"""Whatever the caller knows a parcel by; it is only hashed and compared."""
+
+FACTOR = 1.7
+"""A parcel is late after so many times its expected seconds."""
+
+GRACE = 0.6
+"""Seconds added to that: a busy machine is no lost one."""
+
+SLUGGISH = 3.0
+"""From so many times the common pace on, a device leaves parcels to others that would be through sooner."""
+
+_FORGIVING = 0.02  # of its distance from the common pace an idle device loses with each sign of life: it gets a new try
+_MEMORY = 0.5  # weight of the last observation in a device's pace
 _ANYONE = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A parcel that its device is late with: take it back, so that it becomes ready again."""
+
+    parcel: ParcelId
+    device: str
+
+
 @dataclass
-class _Queue:
-    """Tiles that wait, smallest rank first; tiles that left are skipped when they come up."""
+class _Parcel:
+    rank: int
+    number: int
+    planned: str | None
+    work: Work
+    queue: str | None = None  # where it waits
+    holder: str | None = None  # who has it
+    sent: float = 0.0
+    late_on: tuple[str, ...] = ()  # devices that it was taken back from
 
-    heap: list[tuple[int, int, TileId]] = field(default_factory=list)
-    members: set[TileId] = field(default_factory=set)
 
-    def push(self, rank: int, number: int, tile: TileId) -> None:
-        heappush(self.heap, (rank, number, tile))
-        self.members.add(tile)
+@dataclass
+class _Device:
+    figures: Figures
+    flying: dict[ParcelId, None] = field(default_factory=dict)  # in the order in which they were sent
+    pace: float | None = None  # observed seconds over expected ones; unknown until its first parcel is done
+    backlog: float = 0.0  # seconds of work that waits for it
+    heard: float = 0.0
+    since: float = 0.0  # its last finished parcel, or handover
+    silent: bool = False  # late, and not heard of since
+    paused: bool = False
 
-    def pop(self) -> TileId | None:
-        while self.heap:
-            tile = heappop(self.heap)[2]
-            if tile in self.members:
-                self.members.discard(tile)
-                return tile
-        return None
+    @property
+    def active(self) -> bool:
+        return not (self.silent or self.paused)
 
 
 class Dispatcher:
-    """The state of placement: devices with their tiles in flight, tiles that wait."""
+    """The state of placement: devices with their parcels in flight, parcels that wait."""
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.flying: dict[str, set[TileId]] = {}  # by device
-        self.holder: dict[TileId, str] = {}  # the device of each tile in flight
-        self._queues: dict[str, _Queue] = {_ANYONE: _Queue()}
-        self._queue_of: dict[TileId, str] = {}
+        self.pace = 1.0  # of the whole fleet
+        self._devices: dict[str, _Device] = {}
+        self._parcels: dict[ParcelId, _Parcel] = {}
+        self._queues: dict[str, list[tuple[int, int, ParcelId]]] = {_ANYONE: []}
+        self._longest: list[tuple[float, str]] = []  # (-backlog, device): a heap with stale entries
+        self._free: deque[str] = deque()  # devices that may have room, each once
+        self._listed: set[str] = set()
+        self._waiting = 0
         self._pushed = 0
 
-    def device_joined(self, device: str) -> None:
-        """A device can take tiles from now on."""
-        self.flying.setdefault(device, set())
-        self._queues.setdefault(device, _Queue())
+    # What can be looked at
+
+    @property
+    def waiting(self) -> int:
+        """Loads that wait for a device."""
+        return self._waiting
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Everybody who has joined and not left."""
+        return tuple(self._devices)
+
+    def holder(self, parcel: ParcelId) -> str | None:
+        """The device that has a parcel in flight."""
+        found = self._parcels.get(parcel)
+        return found.holder if found else None
+
+    def flying(self, device: str) -> tuple[ParcelId, ...]:
+        """Loads in flight on a device."""
+        return tuple(self._devices[device].flying)
+
+    def silent(self, device: str) -> bool:
+        """Whether a device is late and was not heard of since."""
+        return self._devices[device].silent
+
+    def expected(self, parcel: ParcelId, device: str) -> float:
+        """Seconds that a parcel is expected to take on a device, by its figures and its pace so far."""
+        return self._seconds(self._parcels[parcel].work, self._devices[device])
+
+    # Events: devices
+
+    def device_joined(self, device: str, figures: Figures, now: float) -> None:
+        """A device can take parcels from now on; or its figures are better known."""
+        known = self._devices.get(device)
+        if known is not None:
+            known.figures = figures
+            return
+        self._devices[device] = _Device(figures, heard=now, since=now)
+        self._queues.setdefault(device, [])
+        self._has_room(device)
 
     def device_left(self, device: str) -> None:
-        """A device is gone: what waited for it waits for anyone. Its tiles in flight come back as ready again."""
-        for tile in self.flying.pop(device, set()):
-            self.holder.pop(tile, None)
-        queue = self._queues.pop(device, _Queue())
-        for rank, number, tile in queue.heap:
-            if tile in queue.members:
-                self._queues[_ANYONE].push(rank, number, tile)
-                self._queue_of[tile] = _ANYONE
+        """A device is gone: what waited for it waits for anyone. Its parcels in flight come back as ready again."""
+        state = self._devices.pop(device, None)
+        if state is None:
+            return
+        for name in state.flying:
+            self._parcels[name].holder = None
+        self._disown(self._queues.pop(device), device)
 
-    def tile_ready(self, tile: TileId, rank: int, planned: str | None) -> str | None:
-        """A tile's operands are there; returns the device that it is sent to at once, if any.
+    def device_paused(self, device: str, paused: bool) -> None:
+        """A device wants no more parcels, or wants them again; it finishes those that it has."""
+        state = self._devices[device]
+        if state.paused != paused:
+            state.paused = paused
+            self._settled(device, state)
 
-        That is its planned device when it has room and nothing else waits for it. Otherwise the tile waits, for that
+    def device_heard(self, device: str, now: float) -> None:
+        """A sign of life."""
+        state = self._devices[device]
+        state.heard = max(state.heard, now)
+        if state.pace is not None and not state.flying:
+            state.pace += _FORGIVING * (self.pace - state.pace)
+        if state.silent and state.heard > state.since:
+            state.silent = False
+            self._settled(device, state)
+
+    # Events: parcels
+
+    def parcel_ready(self, parcel: ParcelId, rank: int, planned: str | None, work: Work, now: float) -> str | None:
+        """A parcel's operands are there; returns the device that it is sent to at once, if any.
+
+        That is its planned device when it has room and nothing else waits for it. Otherwise the parcel waits, for that
         device or for anyone.
         """
-        if tile in self._queue_of or tile in self.holder:
-            return self.holder.get(tile)
-        queue = planned if planned is not None and planned in self.flying else _ANYONE
-        if queue != _ANYONE and len(self.flying[queue]) < self.window and not self._queues[queue].members:
-            self._send(tile, queue)
-            return queue
+        known = self._parcels.get(parcel)
+        if known is not None and (known.holder is not None or known.queue is not None):
+            return known.holder
         self._pushed += 1
-        self._queues[queue].push(rank, self._pushed, tile)
-        self._queue_of[tile] = queue
+        late_on = known.late_on if known else ()
+        this = self._parcels[parcel] = _Parcel(rank, self._pushed, planned, work, late_on=late_on)
+        state = self._devices.get(planned) if planned is not None else None
+        if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
+            self._wait(parcel, this, _ANYONE)
+        elif len(state.flying) < self.window and not self._queues[planned]:
+            self._send(parcel, this, planned, now)
+            return planned
+        else:
+            self._wait(parcel, this, planned)
         return None
 
-    def tile_ended(self, tile: TileId) -> None:
-        """A tile in flight was accepted, failed, or was taken back."""
-        device = self.holder.pop(tile, None)
-        if device is not None:
-            self.flying[device].discard(tile)
+    def parcel_ended(self, parcel: ParcelId, now: float, *, done: bool = True) -> None:
+        """A parcel in flight was accepted; or, with done=False, failed or was taken back."""
+        this = self._parcels.get(parcel)
+        if this is None:
+            return
+        state = self._devices.get(this.holder) if this.holder is not None else None
+        if state is not None and this.holder is not None:
+            del state.flying[parcel]
+            if done:
+                self._observe(state, this, now)
+            state.since = now
+            state.heard, state.silent = max(state.heard, now), False
+            self._has_room(this.holder)
+        this.holder = None
+        if done and this.queue is None:
+            del self._parcels[parcel]
 
-    def tile_forgotten(self, tile: TileId) -> None:
-        """A tile is no longer wanted."""
-        self.tile_ended(tile)
-        queue = self._queue_of.pop(tile, None)
-        if queue is not None:
-            self._queues[queue].members.discard(tile)
+    def parcel_forgotten(self, parcel: ParcelId) -> None:
+        """A parcel is no longer wanted, wherever it is."""
+        this = self._parcels.pop(parcel, None)
+        if this is None:
+            return
+        if this.queue is not None:
+            self._leave_queue(this)
+        if this.holder is not None:
+            del self._devices[this.holder].flying[parcel]
+            self._has_room(this.holder)
 
-    def take(self, device: str) -> TileId | None:
-        """The next tile for a device, which is then in flight; None if its window is full or nothing waits."""
-        if len(self.flying[device]) >= self.window:
-            return None
-        for queue in (device, _ANYONE, self._longest()):
-            tile = self._queues[queue].pop()
-            if tile is not None:
-                del self._queue_of[tile]
-                self._send(tile, device)
-                return tile
-        return None
+    # Instructions
 
-    def _send(self, tile: TileId, device: str) -> None:
-        self.flying[device].add(tile)
-        self.holder[tile] = device
-
-    def placements(self) -> list[tuple[TileId, str]]:
-        """Everything that can be sent out now, one tile for each device in turn, least busy devices first."""
-        placed: list[tuple[TileId, str]] = []
-        open_devices = sorted(self.flying, key=lambda device: len(self.flying[device]))
-        while open_devices and self._queue_of:
-            still_open = []
-            for device in open_devices:
-                tile = self.take(device)
-                if tile is not None:
-                    placed.append((tile, device))
-                    still_open.append(device)
-            open_devices = still_open
+    def settle(self, now: float) -> list[tuple[ParcelId, str]]:
+        """Everything that can be sent out now, one parcel for each device in turn."""
+        placed: list[tuple[ParcelId, str]] = []
+        declined: list[str] = []
+        while self._free and self._waiting:
+            device = self._free.popleft()
+            self._listed.discard(device)
+            state = self._devices.get(device)
+            if state is None or not state.active or len(state.flying) >= self.window:
+                continue
+            parcel = self._next(device, state)
+            if parcel is None:
+                declined.append(device)
+                continue
+            self._send(parcel, self._parcels[parcel], device, now)
+            placed.append((parcel, device))
+            self._has_room(device)
+        for device in declined:
+            self._has_room(device)
         return placed
 
-    def _longest(self) -> str:
-        return max(self._queues, key=lambda device: len(self._queues[device].members))
+    def tick(self, now: float) -> list[Handover]:
+        """Time has passed: parcels that are late, to be taken back. Each then comes as ready again."""
+        late: list[Handover] = []
+        active = sum(state.active for state in self._devices.values())
+        for name, state in self._devices.items():
+            if not state.flying or active <= state.active:  # nobody else could do it
+                continue
+            first = self._parcels[next(iter(state.flying))]
+            begun = max(state.since, first.sent)
+            if now < begun + self._patience(state):
+                continue
+            if state.heard > begun:  # it lives, so it is slow
+                state.pace = max(state.pace or 0.0, (now - begun) / state.figures.seconds(first.work))
+            for parcel in state.flying:
+                this = self._parcels[parcel]
+                this.holder, this.late_on = None, (*this.late_on, name)
+                late.append(Handover(parcel, name))
+            state.flying.clear()
+            active -= state.active
+            state.since, state.silent = now, True
+            self._settled(name, state)
+        return late
+
+    # Inside
+
+    def _patience(self, state: _Device) -> float:
+        """Seconds within which a device must show something."""
+        longest = max(self._seconds(self._parcels[parcel].work, state) for parcel in state.flying)
+        handovers = min(len(self._parcels[parcel].late_on) for parcel in state.flying)
+        return (FACTOR * longest + GRACE) * 2.0 ** min(handovers, 8)
+
+    def _others(self, device: str) -> bool:
+        """Whether anybody but this device can take parcels."""
+        return any(state.active for name, state in self._devices.items() if name != device)
+
+    def _seconds(self, work: Work, state: _Device) -> float:
+        return state.figures.seconds(work) * (self.pace if state.pace is None else state.pace)
+
+    def _observe(self, state: _Device, this: _Parcel, now: float) -> None:
+        """A device's pace, from the time between its results."""
+        ratio = (now - max(state.since, this.sent)) / state.figures.seconds(this.work)
+        state.pace = ratio if state.pace is None else (1 - _MEMORY) * state.pace + _MEMORY * ratio
+        share = _MEMORY / max(1, len(self._devices))
+        self.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
+
+    def _next(self, device: str, state: _Device) -> ParcelId | None:
+        """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
+        for queue in (device, _ANYONE):
+            parcel = self._first(queue, device)
+            if parcel is not None and not (self._sluggish(state) and self._better_left(parcel, state)):
+                self._leave_queue(self._parcels[parcel])
+                return parcel
+        victim = self._most_behind(device)
+        if victim is not None:
+            parcel = self._first(victim, device)
+            if parcel is not None and self._seconds(self._parcels[parcel].work, state) < self._behind(victim):
+                self._leave_queue(self._parcels[parcel])
+                return parcel
+        return None
+
+    def _sluggish(self, state: _Device) -> bool:
+        """Whether a device is far behind the common pace while somebody else is not."""
+        slow = state.pace is not None and state.pace > SLUGGISH * self.pace
+        return slow and any(
+            other.active and (other.pace or 0.0) <= SLUGGISH * self.pace for other in self._devices.values()
+        )
+
+    def _better_left(self, parcel: ParcelId, state: _Device) -> bool:
+        """Whether others would be through with everything that waits before this device were through with a parcel."""
+        here = self._seconds(self._parcels[parcel].work, state)
+        there = state.figures.seconds(self._parcels[parcel].work) * self.pace
+        return here > there * (SLUGGISH + self._waiting / len(self._devices))
+
+    def _first(self, queue: str, device: str) -> ParcelId | None:
+        """The first parcel of a queue that this device may have; those that left the queue are dropped on the way."""
+        heap = self._queues[queue]
+        skipped: list[tuple[int, int, ParcelId]] = []
+        found = None
+        while heap:
+            _, number, parcel = heap[0]
+            this = self._parcels.get(parcel)
+            if this is None or this.queue != queue or this.number != number:
+                heappop(heap)
+                continue
+            if device in this.late_on and self._others(device):
+                skipped.append(heappop(heap))
+                continue
+            found = parcel
+            break
+        for entry in skipped:
+            heappush(heap, entry)
+        return found
+
+    def _wait(self, parcel: ParcelId, this: _Parcel, queue: str) -> None:
+        this.queue = queue
+        heappush(self._queues[queue], (this.rank, this.number, parcel))
+        self._waiting += 1
+        if queue != _ANYONE:
+            state = self._devices[queue]
+            state.backlog += state.figures.seconds(this.work)
+            heappush(self._longest, (-self._behind(queue), queue))
+
+    def _leave_queue(self, this: _Parcel) -> None:
+        assert this.queue is not None
+        if this.queue != _ANYONE and this.queue in self._devices:
+            state = self._devices[this.queue]
+            state.backlog = max(0.0, state.backlog - state.figures.seconds(this.work))
+        this.queue = None
+        self._waiting -= 1
+
+    def _behind(self, device: str) -> float:
+        """Seconds until a device would be through with what waits for it."""
+        state = self._devices[device]
+        return state.backlog * (self.pace if state.pace is None else state.pace)
+
+    def _most_behind(self, thief: str) -> str | None:
+        """The device with the longest work waiting; its stale entries are renewed on the way."""
+        while self._longest:
+            behind, device = self._longest[0]
+            state = self._devices.get(device)
+            if state is None or state.backlog <= 0.0:
+                heappop(self._longest)
+            elif abs(self._behind(device) + behind) > 0.1 * -behind:
+                heappop(self._longest)
+                heappush(self._longest, (-self._behind(device), device))
+            else:
+                return device if device != thief else None
+        return None
+
+    def _send(self, parcel: ParcelId, this: _Parcel, device: str, now: float) -> None:
+        this.holder, this.sent = device, now
+        self._devices[device].flying[parcel] = None
+
+    def _has_room(self, device: str) -> None:
+        if device not in self._listed and device in self._devices:
+            self._listed.add(device)
+            self._free.append(device)
+
+    def _settled(self, device: str, state: _Device) -> None:
+        """A device takes parcels again, or what waits for it is anybody's."""
+        if state.active:
+            self._has_room(device)
+        else:
+            heap, self._queues[device] = self._queues[device], []
+            self._disown(heap, device)
+            state.backlog = 0.0
+
+    def _disown(self, heap: list[tuple[int, int, ParcelId]], device: str) -> None:
+        """Loads that waited for a device wait for anyone."""
+        for rank, number, parcel in heap:
+            this = self._parcels.get(parcel)
+            if this is not None and this.queue == device and this.number == number:
+                this.queue = _ANYONE
+                heappush(self._queues[_ANYONE], (rank, number, parcel))

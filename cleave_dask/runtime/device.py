@@ -3,8 +3,8 @@
     dask worker ADDRESS --preload cleave_dask.runtime.device
 
 A device talks to the scheduler and to the server, over connections that it opens itself; it never takes data from
-anyone else, and it needs no torch unless its kernel is torch. While one tile is multiplied, the operands of the next
-come down and the result of the last goes up.
+anyone else, and it needs no torch unless its kernel is torch. Tiles come in parcels, one Dask task each. While one tile
+is multiplied, the operands of the next come down and the result of the last goes up.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any
 
@@ -27,9 +28,12 @@ from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.fleet.units import Dimension, parse
 from cleave_dask.runtime.kernels import Kernel, load_kernel, measure_flops, use_threads
-from cleave_dask.runtime.tiles import SliceName, TileSpec, slice_names
+from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, slice_names
 
 logger = logging.getLogger(__name__)
+
+PULLS = 2
+"""Tiles that ask for operands at once: the second request is under way while the first is answered."""
 
 _DATA_CALLS = ("get_data", "gather", "update_data")
 """Calls by which other workers would fetch from this one, or put data on it: a device takes none of them."""
@@ -40,10 +44,44 @@ _FIGURES: dict[str, Dimension] = {"flops": "flop/s", "down": "bytes/s", "up": "b
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-async def run_tile(spec: TileSpec, server: str) -> dict[str, float]:
-    """Device task: one tile, from its operands to the server's receipt."""
+async def run_parcel(parcel: ParcelSpec, server: str, again: bool) -> int:
+    """Device task: the tiles of a parcel, from their operands to the server's receipts; returns how many."""
     device: DeviceRuntime = get_worker().extensions["cleave"]
-    return await device.run(spec, server)
+    return await device.run(parcel, server, again)
+
+
+class Gate:
+    """Lets a few through at a time, the smallest rank first."""
+
+    def __init__(self, width: int) -> None:
+        self._room = width
+        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = 0
+
+    async def enter(self, rank: int) -> None:
+        """Wait for a place."""
+        self._count += 1
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heappush(self._queue, (rank, self._count, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Give the place to the next."""
+        self._room += 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._room and self._queue:
+            turn = heappop(self._queue)[2]
+            if not turn.done():
+                self._room -= 1
+                turn.set_result(None)
 
 
 @dataclass
@@ -95,37 +133,65 @@ class DeviceRuntime:
         self.worker = worker
         self.kernel = kernel
         self.cache = SliceCache(min(config.nbytes("device.cache"), memory // 2))
+        window = int(config.get("device.window"))
+        self.places, self.pulls = Gate(window), Gate(PULLS)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         use_threads(cores)
 
-    async def run(self, spec: TileSpec, server: str) -> dict[str, float]:
-        """Pull, multiply, push; the receipt says how long each took and how many bytes moved."""
-        start = perf_counter()
+    async def run(self, parcel: ParcelSpec, server: str, again: bool) -> int:
+        """All tiles of a parcel; of one that was somebody else's before, those that are still wanted, last ones first.
+
+        The former device may be alive and working from the other end.
+        """
+        specs = list(parcel.specs())
+        tiles: list[asyncio.Task[None]] = []
         try:
-            operands = await asyncio.gather(*(self.slice(server, name) for name in slice_names(spec)))
-            pulled = perf_counter()
-            results, seconds = await asyncio.get_running_loop().run_in_executor(
-                self.multiplier, self._multiply, spec, operands
-            )
-            multiplied = perf_counter()
-            answer = await self.worker.rpc(server).cleave_push(
-                run=spec.run,
-                step=spec.step,
-                job=spec.job,
-                tile=spec.tile,
-                device=str(self.worker.name),
-                pull_seconds=pulled - start,
-                compute_seconds=seconds,
-                arrays=[to_serialize(result) for result in results],
-            )
+            if again:
+                call = self.worker.rpc(server).cleave_wanted
+                wanted = await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers)
+                specs = [spec for spec in reversed(specs) if spec.tile in set(wanted)]
+            tiles = [asyncio.ensure_future(self._tile(spec, server, parcel.rank + n)) for n, spec in enumerate(specs)]
+            await asyncio.gather(*tiles)
         except OSError as error:
-            logger.warning("Tile %s of job %s could not reach the server: %s", spec.tile, spec.job, error)
+            logger.warning("A parcel of job %s could not reach the server: %s", parcel.job, error)
             await asyncio.sleep(0.1)
             raise Reschedule from error
+        finally:
+            for tile in tiles:
+                tile.cancel()
+        return len(specs)
+
+    async def _tile(self, spec: TileSpec, server: str, rank: int) -> None:
+        """Pull, multiply, push; a few tiles at a time, so that all three go on side by side."""
+        await self.places.enter(rank)
+        try:
+            await self._pull_multiply_push(spec, server, rank)
+        finally:
+            self.places.leave()
+
+    async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int) -> None:
+        start = perf_counter()
+        await self.pulls.enter(rank)
+        try:
+            operands = await asyncio.gather(*(self.slice(server, name) for name in slice_names(spec)))
+        finally:
+            self.pulls.leave()
+        pulled = perf_counter()
+        loop = asyncio.get_running_loop()
+        results, seconds = await loop.run_in_executor(self.multiplier, self._multiply, spec, operands)
+        answer = await self.worker.rpc(server).cleave_push(
+            run=spec.run,
+            step=spec.step,
+            job=spec.job,
+            tile=spec.tile,
+            device=str(self.worker.name),
+            pull_seconds=pulled - start,
+            compute_seconds=seconds,
+            arrays=[to_serialize(result) for result in results],
+        )
         if not answer["accepted"]:
             logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
             raise Reschedule
-        return {"pull": pulled - start, "compute": seconds, "push": perf_counter() - multiplied}
 
     async def slice(self, server: str, name: SliceName) -> Array:
         """An operand slice: from this device's memory, from a fetch under way, or from the server."""

@@ -7,10 +7,10 @@ the scheduler expands, so that a step of 50,000 tiles costs the client next to n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import dask.array as da
@@ -21,32 +21,43 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.typing import Key
 
 from cleave_dask.graph.ir import Gemm, Range, StepGraph
-from cleave_dask.planning.values import Plan, Tile
-from cleave_dask.runtime.device import run_tile
+from cleave_dask.planning.parcels import Work, parcel_works
+from cleave_dask.planning.values import Plan, Tile, Tiles
+from cleave_dask.runtime.device import run_parcel
 from cleave_dask.runtime.rounds import Schedule, schedule
 from cleave_dask.runtime.tasks import OrderedTask, finish_step, read_block, run_round
-from cleave_dask.runtime.tiles import TileSpec
+from cleave_dask.runtime.tiles import ParcelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class JobSkeleton:
-    """What the scheduler must know of a job."""
+    """What the scheduler must know of a job: its tiles, and the parcels in which they go out."""
 
     kind: str
     dtype: str
     causal: bool
     scale: float | None
-    cuts: np.ndarray[Any, np.dtype[np.int32]]  # one row per tile: rows, cols, ks as start and stop
-    devices: tuple[str | None, ...]  # the planned device of each tile
+    cuts: np.ndarray[Any, np.dtype[np.int32]]  # one row per tile: number; rows, cols, ks as start and stop; by parcel
+    ends: tuple[int, ...]  # of each parcel, in `cuts`
+    devices: tuple[str | None, ...]  # the planned device of each parcel
+    works: np.ndarray[Any, np.dtype[np.float64]]  # one row per parcel: flops, bytes down, bytes up
     after: tuple[int, ...]
     rank: int
 
-    def specs(self, run: str, step: int, job: int) -> Iterator[TileSpec]:
-        """The tiles of this job in one step."""
-        for number, (r0, r1, c0, c1, k0, k1) in enumerate(self.cuts.tolist()):
-            yield TileSpec(
-                run, step, job, number, self.kind, self.dtype, (r0, r1), (c0, c1), (k0, k1), self.causal, self.scale
+    def parcels(self, run: str, step: int, job: int) -> Iterator[tuple[ParcelSpec, str | None, Work]]:
+        """The parcels of this job in one step, with the device and the work of each."""
+        tiles = [tuple(row) for row in self.cuts.tolist()]
+        start = 0
+        for stop, device, work in zip(self.ends, self.devices, self.works.tolist(), strict=True):
+            rank = self.rank + start
+            yield (
+                ParcelSpec(
+                    run, step, job, self.kind, self.dtype, self.causal, self.scale, rank, tuple(tiles[start:stop])
+                ),
+                device,
+                Work(*work),
             )
+            start = stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class Skeleton:
             key = round_key(run, step, number)
             order = [round_key(run, step, other) for other in after]
             for index in jobs:
-                order.extend(tile_key(run, step, index, tile) for tile in range(len(self.jobs[index].cuts)))
+                order.extend(parcel_key(run, step, index, parcel) for parcel in range(len(self.jobs[index].ends)))
             waited.update(after)
             graph[key] = OrderedTask(key, run_round, run, step, number, after=order, rank=rank)
         last = [round_key(run, step, number) for number in range(len(self.rounds)) if number not in waited]
@@ -78,17 +89,17 @@ class Skeleton:
 
 
 def job_tasks(job: JobSkeleton, run: str, step: int, number: int) -> Iterator[tuple[Key, OrderedTask]]:
-    """One task per tile of a job."""
+    """One task per parcel of a job."""
     order = [round_key(run, step, other) for other in job.after]
-    for spec, device in zip(job.specs(run, step, number), job.devices, strict=True):
-        key = tile_key(run, step, number, spec.tile)
-        rank = job.rank + spec.tile
-        yield key, OrderedTask(key, run_tile, spec, after=order, place="device", rank=rank, device=device)
+    for index, (spec, device, work) in enumerate(job.parcels(run, step, number)):
+        key = parcel_key(run, step, number, index)
+        place: dict[str, Any] = {"place": "device", "rank": spec.rank, "device": device, "work": work}
+        yield key, OrderedTask(key, run_parcel, spec, after=order, **place)
 
 
-def tile_key(run: str, step: int, job: int, tile: int) -> Key:
-    """Dask key of a tile."""
-    return (f"tile-{run}-{step}", job, tile)
+def parcel_key(run: str, step: int, job: int, parcel: int) -> Key:
+    """Dask key of a parcel."""
+    return (f"parcel-{run}-{step}", job, parcel)
 
 
 def round_key(run: str, step: int, number: int) -> Key:
@@ -159,11 +170,15 @@ def lower(graph: StepGraph, plan: Plan) -> Lowered:
     return Lowered(graph, plan, schedule(graph, plan))
 
 
-def job_skeleton(gemm: Gemm, tiles: Sequence[Tile], after: tuple[int, ...], rank: int) -> JobSkeleton:
+def job_skeleton(gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int) -> JobSkeleton:
     """The compact form of a job."""
-    cuts = np.array([(*tile.rows, *tile.cols, *tile.ks) for tile in tiles], dtype=np.int32)
-    devices = tuple(tile.device for tile in tiles)
-    return JobSkeleton(gemm.kind, gemm.dtype, gemm.causal, gemm.scale, cuts, devices, after, rank)
+    parcels = tiles.parcels()
+    order = np.fromiter(chain.from_iterable(numbers for _, numbers in parcels), dtype=np.int32, count=len(tiles))
+    cuts = np.column_stack([order, tiles.ranges[order]]).astype(np.int32)
+    ends = tuple(accumulate(len(numbers) for _, numbers in parcels))
+    works = parcel_works(gemm, cuts[:, 1:], np.repeat(np.arange(len(parcels)), np.diff((0, *ends))))
+    devices = tuple(device for device, _ in parcels)
+    return JobSkeleton(gemm.kind, gemm.dtype, gemm.causal, gemm.scale, cuts, ends, devices, works, after, rank)
 
 
 def grid_of(tiles: Iterable[Tile]) -> tuple[list[Range], list[Range]] | None:
@@ -176,7 +191,7 @@ def grid_of(tiles: Iterable[Tile]) -> tuple[list[Range], list[Range]] | None:
 
 def block_tasks(
     name: str,
-    tiles: Sequence[Tile],
+    tiles: Tiles,
     grid: tuple[list[Range], list[Range]],
     of: tuple[str, int, int],
     *,
@@ -185,13 +200,14 @@ def block_tasks(
     """The server tasks that hand out a gathered gemm block by block."""
     run, step, job = of
     tasks: dict[Key, OrderedTask] = {}
+    parcel_of = {number: parcel for parcel, (_, numbers) in enumerate(tiles.parcels()) for number in numbers}
     for i, rows in enumerate(grid[0]):
         for j, cols in enumerate(grid[1]):
-            needed = [
-                tile_key(run, step, job, number)
+            needed = {
+                parcel_key(run, step, job, parcel_of[number])
                 for number, tile in enumerate(tiles)
                 if overlaps(tile.rows, rows) and overlaps(tile.cols, cols)
-            ]
+            }
             key: tuple[Key, ...] = (name, i, j, *(0 for _ in range(dimensions - 2)))
             tasks[key] = OrderedTask(key, read_block, run, step, job, rows, cols, after=needed)
     return tasks
@@ -202,7 +218,7 @@ def overlaps(one: Range, other: Range) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _array(gemm: Gemm, tiles: Sequence[Tile], tasks: dict[Key, OrderedTask], of: tuple[str, int, int]) -> da.Array:
+def _array(gemm: Gemm, tiles: Tiles, tasks: dict[Key, OrderedTask], of: tuple[str, int, int]) -> da.Array:
     name = f"{gemm.name}-{of[0]}-{of[1]}"
     grid = grid_of(tiles) or ([(0, gemm.m)], [(0, gemm.n)])
     shape = (gemm.m, gemm.n) if gemm.kind == "gemm" else gemm.outputs[0].shape

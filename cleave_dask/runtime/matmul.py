@@ -16,10 +16,10 @@ from cleave_dask.errors import ClusterError, InputError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.ir import Gemm, Operand, StepGraph, Value
 from cleave_dask.planning.planner import Grid, plan
-from cleave_dask.planning.values import Tile
+from cleave_dask.planning.values import Tiles
 from cleave_dask.runtime.cluster import inspect
 from cleave_dask.runtime.lowering import block_tasks, grid_of, job_skeleton, job_tasks
-from cleave_dask.runtime.tasks import OrderedTask, stage_product
+from cleave_dask.runtime.tasks import stage_product
 
 _MULTIPLIED = ("float64", "float32", "float16")
 
@@ -42,7 +42,7 @@ def matmul(a: da.Array, b: da.Array, *, client: Client | None = None, grid: Grid
     gemm = _gemm(a, b, dtype.name)
     step = StepGraph("product", (), (gemm,), loss="", grads=(), buffers=(), batch="")
     fleet = Fleet.from_workers(inspect(client or _client()).devices)
-    tiles = tuple(plan(step, fleet, min_flops=0, tiling="even", grid=grid).by_gemm[gemm.name])
+    tiles = plan(step, fleet, min_flops=0, tiling="even", grid=grid).by_gemm[gemm.name]
     return _array(a, b, gemm, tiles, f"{tokenize(a, b, tiles):.12}")
 
 
@@ -73,7 +73,7 @@ def _gemm(a: da.Array, b: da.Array, dtype: str) -> Gemm:
     )
 
 
-def _array(a: da.Array, b: da.Array, gemm: Gemm, tiles: tuple[Tile, ...], run: str) -> da.Array:
+def _array(a: da.Array, b: da.Array, gemm: Gemm, tiles: Tiles, run: str) -> da.Array:
     """Stage both operands on the server, send out the tiles, hand the result out block by block."""
     name, staged = f"matmul-{run}", f"product-{run}"
     grid = grid_of(tiles)
@@ -82,9 +82,9 @@ def _array(a: da.Array, b: da.Array, gemm: Gemm, tiles: tuple[Tile, ...], run: s
         staged: Task(staged, stage_product, run, gemm, tiles, _blocks(a), _blocks(b)),
     }
     for key, task in job_tasks(job_skeleton(gemm, tiles, after=(), rank=0), run, 0, 0):
-        tasks[key] = _after(task, staged)
+        tasks[key] = task.also_after(staged)
     for key, task in block_tasks(name, tiles, grid, (run, 0, 0)).items():
-        tasks[key] = _after(task, staged)
+        tasks[key] = task.also_after(staged)
     operands: Any = [a, b]  # dask's own protocol for collections does not fit its arrays
     layers = HighLevelGraph.from_collections(name, tasks, dependencies=operands)
     chunks = tuple(tuple(stop - start for start, stop in spans) for spans in grid)
@@ -94,16 +94,3 @@ def _array(a: da.Array, b: da.Array, gemm: Gemm, tiles: tuple[Tile, ...], run: s
 def _blocks(array: da.Array) -> List:
     rows: Any = array.__dask_keys__()
     return List(*(List(*(TaskRef(key) for key in row)) for row in rows))
-
-
-def _after(task: OrderedTask, key: Key) -> OrderedTask:
-    """The same task, also waiting for `key`."""
-    return OrderedTask(
-        task.key,
-        task.func,
-        *task.args,
-        after={*task.dependencies, key},
-        place=task.place,
-        rank=task.rank,
-        device=task.device,
-    )

@@ -8,11 +8,11 @@ nothing but what it reads, so a gradient that only the optimizer needs never hol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cleave_dask.graph.ir import Gemm, Op, Step, StepGraph
-from cleave_dask.planning.values import Plan, Tile
+from cleave_dask.planning.values import Plan, Tiles
 
 FILLER_DELAY = 8
 """Levels by which a dW job yields to the critical path: it fills links that would idle while a level drains."""
@@ -36,7 +36,7 @@ class Job:
     """One distributed gemm: its tiles and the rounds that make its operands."""
 
     gemm: Gemm
-    tiles: Sequence[Tile]
+    tiles: Tiles
     after: tuple[int, ...]
     rank: int
 

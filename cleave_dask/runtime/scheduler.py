@@ -10,20 +10,53 @@ operands from the server only, and nobody ever fetches anything from a device.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from time import monotonic
+from typing import Any, TypeVar, cast
 
+import distributed
 from dask.typing import Key
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.metrics import time as wall_clock
 from distributed.protocol.serialize import ToPickle
 from distributed.scheduler import TaskState, WorkerState
+from tornado.ioloop import PeriodicCallback
 
 from cleave_dask import config
 from cleave_dask._version import __version__
+from cleave_dask.errors import CleaveError
+from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.dispatch import Dispatcher
+from cleave_dask.planning.parcels import Figures
 from cleave_dask.runtime.tasks import OrderedTask
 
 logger = logging.getLogger(__name__)
+
+TICK = 0.2
+"""Seconds between two looks for late parcels."""
+
+_TAKEN_OVER = ("is_rootish", "decide_worker_non_rootish", "_task_to_msg")
+"""Methods of Dask's scheduler that the plugin replaces."""
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _fatal(hook: Hook) -> Hook:
+    """An exception in a hook ends all steps with an error; Dask would log it and place tasks by its own rules."""
+
+    @wraps(hook)
+    def guarded(self: SteeringPlugin, *args: Any, **kwargs: Any) -> Any:
+        if self.broken is None:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                self.broken = f"{hook.__name__} failed with {type(error).__name__}: {error}"
+                logger.exception("Steering is broken, nothing is placed any more: %s", self.broken)
+        return None
+
+    return cast(Hook, guarded)
 
 
 class SteeringPlugin(SchedulerPlugin):
@@ -34,47 +67,55 @@ class SteeringPlugin(SchedulerPlugin):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.dispatcher = Dispatcher(int(config.get("device.window")))
-        self.devices: dict[str, WorkerState] = {}  # by name
+        self.broken: str | None = None  # why nothing is placed any more
+        self.handovers = 0  # parcels taken from late devices
+        self._devices: dict[str, WorkerState] = {}  # by name
+        self._server: WorkerState | None = None
         self._granted: dict[Key, WorkerState] = {}
+        self._sent: set[Key] = set()  # parcels that some device has had
         self._pumping = False
         self._stock_message = scheduler._task_to_msg
-        taken_over = {"is_rootish": lambda ts: False, "decide_worker_non_rootish": self.decide}
-        for method, ours in {**taken_over, "_task_to_msg": self.message}.items():
+        for method, ours in zip(_TAKEN_OVER, (lambda ts: False, self.decide, self.message), strict=True):
             setattr(scheduler, method, ours)
         scheduler.handlers.update(cleave_info=self.info, cleave_clients=self.clients)
+        ticking = PeriodicCallback(self.tick, TICK * 1000)
+        scheduler.periodic_callbacks["cleave-tick"] = ticking
+        ticking.start()
+
+    # What clients and the server ask
 
     def info(self) -> dict[str, Any]:
-        """What a client must know of the cluster before it trains on it."""
+        """What a client must know of the cluster before it trains on it, and while it waits."""
         roles: dict[str, dict[str, Any]] = {"server": {}, "device": {}, "stranger": {}}
         for worker in self.scheduler.workers.values():
             facts = worker.extra.get("cleave") or {"role": "stranger"}
             roles[facts["role"]][str(worker.name)] = {**facts, "address": worker.address}
-        return {"version": __version__, **roles}
+        silent = [name for name in self.dispatcher.devices if self.dispatcher.silent(name)]
+        state = {"broken": self.broken, "waiting": self.dispatcher.waiting, "silent": silent}
+        return {"version": __version__, **roles, **state, "handovers": self.handovers}
 
     def clients(self) -> list[str]:
         """Who is connected: a run whose client is not among them is nobody's."""
         return list(self.scheduler.clients)
 
-    def server(self) -> WorkerState | None:
-        """The worker that is the server, if it is there."""
-        servers = (ws for ws in self.scheduler.running if (ws.extra.get("cleave") or {}).get("role") == "server")
-        return min(servers, key=lambda ws: ws.address, default=None)
+    # What Dask calls
 
+    @_fatal
     def decide(self, ts: TaskState) -> WorkerState | None:
         """The worker for a task; None parks it until one has room."""
         spec = ts.run_spec
         if not isinstance(spec, OrderedTask) or spec.place == "server":
-            return self.server()
+            return self._server
         granted = self._granted.pop(ts.key, None)
-        if granted is not None and self.scheduler.workers.get(granted.address) is granted:
+        if granted is not None and self._present(granted):
             return granted
-        device = self.dispatcher.tile_ready(ts.key, spec.rank, spec.device)
+        device = self.dispatcher.parcel_ready(ts.key, spec.rank, spec.device, spec.work, monotonic())
         if device is not None:
-            ws = self.devices[device]
-            if self.scheduler.workers.get(ws.address) is ws:
+            ws = self._devices[device]
+            if self._present(ws):
                 return ws
-            self._drop_absent()
-            self.dispatcher.tile_ready(ts.key, spec.rank, planned=None)
+            self._gone(device)
+            self.dispatcher.parcel_ready(ts.key, spec.rank, None, spec.work, monotonic())
         self._pump_soon()
         return None
 
@@ -83,11 +124,14 @@ class SteeringPlugin(SchedulerPlugin):
         message: dict[str, Any] = self._stock_message(ts)
         spec = ts.run_spec
         if isinstance(spec, OrderedTask):
-            server = self.server()
-            more = (server.address,) if spec.place == "device" and server is not None else ()
+            more: tuple[Any, ...] = ()
+            if spec.place == "device":
+                more = (self._server.address if self._server else "", ts.key in self._sent)
+                self._sent.add(ts.key)
             message.update(who_has={}, nbytes={}, run_spec=ToPickle(spec.shipped(*more)))
         return message
 
+    @_fatal
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A device joins the dispatcher; the server and strangers do not."""
         ws = scheduler.workers[worker]
@@ -98,16 +142,23 @@ class SteeringPlugin(SchedulerPlugin):
                 "install cleave-dask there and start it with that option",
                 ws.name,
             )
+        elif facts["role"] == "server":
+            self._server = self._server or ws
         elif facts["role"] == "device":
-            self.devices[str(ws.name)] = ws
-            self.dispatcher.device_joined(str(ws.name))
+            self._join(str(ws.name), ws, facts)
         self._pump_soon()
 
+    @_fatal
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """A worker is gone; its tiles have come back through `decide` already."""
-        self._drop_absent()
+        """A worker is gone; its parcels have come back through `decide` already."""
+        if self._server is not None and self._server.address == worker:
+            others = (ws for ws in scheduler.workers.values() if (ws.extra.get("cleave") or {}).get("role") == "server")
+            self._server = next(others, None)
+        for name in [name for name, ws in self._devices.items() if ws.address == worker and not self._present(ws)]:
+            self._gone(name)
         self._pump_soon()
 
+    @_fatal
     def update_graph(self, scheduler: Scheduler, *, tasks: list[Key], **_: Any) -> None:
         """Rank the tasks of a step: critical path first, gradients of weights as filler."""
         generation = scheduler.generation
@@ -116,55 +167,97 @@ class SteeringPlugin(SchedulerPlugin):
             if isinstance(ts.run_spec, OrderedTask):
                 ts.priority = (0, generation, ts.run_spec.rank)
 
+    @_fatal
     def transition(self, key: Key, start: str, finish: str, *_: Any, **__: Any) -> None:
-        """Keep the dispatcher's view of tiles in flight true, and accepted tiles safe."""
-        if start == "processing" and key in self.dispatcher.holder:
-            self.dispatcher.tile_ended(key)
+        """Keep the dispatcher's view of parcels in flight true, and accepted tiles safe."""
+        if start == "processing" and self.dispatcher.holder(key) is not None:
+            self.dispatcher.parcel_ended(key, monotonic(), done=finish == "memory")
             self._pump_soon()
-            if finish == "memory":
-                self._secure(key)
-        if finish in ("forgotten", "released"):
-            self.dispatcher.tile_forgotten(key)
+        if start == "processing" and finish == "memory" and key in self._sent:
+            self._secure(key)
+        if finish == "forgotten":
+            self.dispatcher.parcel_forgotten(key)
             self._granted.pop(key, None)
+            self._sent.discard(key)
+
+    @_fatal
+    def tick(self) -> None:
+        """Hear who is alive and who is paused; take parcels back from devices that are late."""
+        now, clock = monotonic(), wall_clock()
+        for name, ws in self._devices.items():
+            self.dispatcher.device_heard(name, now - (clock - ws.last_seen))
+            self.dispatcher.device_paused(name, ws not in self.scheduler.running)
+        late = self.dispatcher.tick(now)
+        for handover in late:
+            logger.warning("%s is late with %s: it goes to another device too", handover.device, handover.parcel)
+        self.handovers += len(late)
+        recommendations: dict[Key, Any] = {}
+        for handover in late:
+            if handover.parcel in self.scheduler.tasks:
+                recommendations[handover.parcel] = "released"
+        if recommendations:
+            self.scheduler.transitions(recommendations, "cleave-late")
+        self._pump_soon()
+
+    # Inside
+
+    def _join(self, name: str, ws: WorkerState, facts: dict[str, Any]) -> None:
+        try:
+            (device,) = Fleet.from_workers({name: facts}).devices
+        except CleaveError as error:
+            logger.warning("Device %s gets no tiles: %s", name, error)
+            return
+        self._devices[name] = ws
+        figures = Figures(device.flops, device.down.bandwidth, device.up.bandwidth, device.down.latency)
+        self.dispatcher.device_joined(name, figures, monotonic())
 
     def _secure(self, key: Key) -> None:
         """A tile that the server has accepted is the server's: its device may leave, and nothing is computed again.
 
         Only the receipt was ever on the device, and nobody fetches that, so the replica need not be real.
         """
-        server = self.server()
-        if server is not None:
-            self.scheduler.add_replica(self.scheduler.tasks[key], server)
+        if self._server is not None:
+            self.scheduler.add_replica(self.scheduler.tasks[key], self._server)
 
-    def _drop_absent(self) -> None:
-        for name, ws in list(self.devices.items()):
-            if self.scheduler.workers.get(ws.address) is not ws:
-                del self.devices[name]
-                self.dispatcher.device_left(name)
+    def _present(self, ws: WorkerState) -> bool:
+        return self.scheduler.workers.get(ws.address) is ws
+
+    def _gone(self, name: str) -> None:
+        del self._devices[name]
+        self.dispatcher.device_left(name)
 
     def _pump_soon(self) -> None:
-        """Place tiles as soon as Dask is through with the transitions under way."""
+        """Place parcels as soon as Dask is through with the transitions under way."""
         if not self._pumping:
             self._pumping = True
             self.scheduler.loop.add_callback(self._pump)
 
+    @_fatal
     def _pump(self) -> None:
         self._pumping = False
-        self._drop_absent()
         recommendations: dict[Key, Any] = {}
-        for key, device in self.dispatcher.placements():
+        for key, device in self.dispatcher.settle(monotonic()):
             ts = self.scheduler.tasks.get(key)
             if ts is None or ts.state != "no-worker":
-                self.dispatcher.tile_forgotten(key)
+                self.dispatcher.parcel_forgotten(key)
                 continue
-            self._granted[key] = self.devices[device]
+            self._granted[key] = self._devices[device]
             recommendations[key] = "processing"
         if recommendations:
             self.scheduler.transitions(recommendations, "cleave-pump")
 
 
 def dask_setup(scheduler: Scheduler) -> None:
-    """Install the plugin and the settings that it relies on."""
+    """Install the plugin and the settings that it relies on; a scheduler that it does not fit is stopped.
+
+    Dask only logs what a preload raises, and would then place tiles by its own rules.
+    """
+    missing = [method for method in _TAKEN_OVER if not callable(getattr(scheduler, method, None))]
+    if missing:
+        raise SystemExit(
+            f"cleave-dask {__version__} steers through Scheduler.{missing[0]}, which distributed "
+            f"{distributed.__version__} does not have; install the distributed that cleave-dask asks for"
+        )
     stealing = scheduler.extensions.pop("stealing", None)
     for name, plugin in list(scheduler.plugins.items()):
         if plugin is stealing:
@@ -174,7 +267,10 @@ def dask_setup(scheduler: Scheduler) -> None:
         memory_manager.stop()  # it would drop the server's own results
     scheduler.allowed_failures = 2**31  # a flaky link is never a bad tile
     scheduler.no_workers_timeout = None  # a step waits for devices to come back
-    steering = SteeringPlugin(scheduler)
+    try:
+        steering = SteeringPlugin(scheduler)
+    except (CleaveError, ValueError) as error:
+        raise SystemExit(f"the scheduler cannot steer: {error}") from error
     scheduler.add_plugin(steering)
     for worker in scheduler.workers:  # who joined while the preload was being imported
         steering.add_worker(scheduler, worker)

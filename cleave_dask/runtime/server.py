@@ -48,6 +48,7 @@ class ServerRuntime:
         calls: tuple[Callable[..., Any], ...] = (
             self.cleave_pull,
             self.cleave_push,
+            self.cleave_wanted,
             self.cleave_open,
             self.cleave_put,
             self.cleave_optimizer,
@@ -89,6 +90,13 @@ class ServerRuntime:
             logger.warning("Tile %s of job %s from %s rejected: %s", tile, job, device, error)
             return {"accepted": False, "why": str(error)}
         return {"accepted": True}
+
+    def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
+        """Which of these tiles nobody has delivered yet: asked by a device that takes over a parcel."""
+        try:
+            return self._run(run).wanted(step, job, tiles)
+        except StepError:
+            return []  # it is over
 
     # What the client calls
 

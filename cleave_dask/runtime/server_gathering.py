@@ -92,6 +92,10 @@ class Gathering:
         """Whether every tile has come."""
         return len(self.accepted) == len(self.tiles)
 
+    def wanted(self, numbers: Sequence[int]) -> list[int]:
+        """Which of these tiles have not come yet."""
+        return [number for number in numbers if number not in self.accepted]
+
     def accept(self, number: int, arrays: Sequence[Array]) -> bool:
         """Take a tile; False if it was taken before. Raises TileRejected if it is not what was asked for."""
         tensors = [

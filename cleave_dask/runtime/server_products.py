@@ -33,6 +33,10 @@ class Product:
         """Take a tile that a device pushed; False if it is here already."""
         return self._gathering.accept(tile, arrays)
 
+    def wanted(self, step: int, job: int, tiles: list[int]) -> list[int]:
+        """Which of these tiles have not come yet."""
+        return self._gathering.wanted(tiles)
+
     def gathering(self, job: int) -> Gathering:
         """Where the tiles are put together."""
         return self._gathering

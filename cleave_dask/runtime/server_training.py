@@ -138,6 +138,11 @@ class Training:
             self.counters.retries += not fresh
         return fresh
 
+    def wanted(self, step: int, job: int, tiles: list[int]) -> list[int]:
+        """Which of these tiles have not come yet."""
+        self._check_step(step)
+        return self.gathering(job).wanted(tiles)
+
     def gathering(self, job: int) -> Gathering:
         """Where the tiles of a job are put together."""
         assert self.lowered is not None

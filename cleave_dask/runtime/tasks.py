@@ -11,7 +11,10 @@ from distributed import get_worker
 
 from cleave_dask.errors import ClusterError
 from cleave_dask.graph.ir import Gemm, Range
+from cleave_dask.planning.parcels import Work
 from cleave_dask.planning.values import Tile
+
+NO_WORK = Work()
 
 
 class OrderedTask(Task):
@@ -25,8 +28,9 @@ class OrderedTask(Task):
     place: Literal["server", "device"]
     rank: int
     device: str | None
+    work: Work
 
-    __slots__ = ("device", "place", "rank")
+    __slots__ = ("device", "place", "rank", "work")
 
     def __init__(
         self,
@@ -38,12 +42,14 @@ class OrderedTask(Task):
         place: Literal["server", "device"] = "server",
         rank: int = 0,
         device: str | None = None,
+        work: Work = NO_WORK,
     ) -> None:
         super().__init__(key, func, *args)
         self._dependencies = frozenset(after)
         self.place = place
         self.rank = rank
         self.device = device
+        self.work = work
 
     def __call__(self, values: Any = ()) -> Any:
         """Run it; what it waited for is not looked at."""
@@ -72,7 +78,14 @@ class OrderedTask(Task):
             place=self.place,
             rank=self.rank,
             device=self.device,
+            work=self.work,
         )
+
+    def also_after(self, key: Key) -> OrderedTask:
+        """The same task, waiting for one more."""
+        task = self.copy()
+        task._dependencies = self._dependencies | {key}
+        return task
 
 
 def run_round(run: str, step: int, number: int) -> None:

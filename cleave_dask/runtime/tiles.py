@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cleave_dask.graph.ir import Range
@@ -25,6 +26,34 @@ class TileSpec:
     ks: Range
     causal: bool
     scale: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParcelSpec:
+    """The tiles of one gemm that a device is sent as one task."""
+
+    run: str
+    step: int
+    job: int
+    kind: str
+    dtype: str
+    causal: bool
+    scale: float | None
+    rank: int  # smaller goes first
+    tiles: tuple[tuple[int, int, int, int, int, int, int], ...]  # number; rows, cols, ks, each start and stop
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its tiles."""
+        return [tile[0] for tile in self.tiles]
+
+    def specs(self) -> Iterator[TileSpec]:
+        """Its tiles one by one."""
+        for number, r0, r1, c0, c1, k0, k1 in self.tiles:
+            yield TileSpec(
+                *(self.run, self.step, self.job, number, self.kind, self.dtype),
+                *((r0, r1), (c0, c1), (k0, k1), self.causal, self.scale),
+            )
 
 
 def slice_names(spec: TileSpec) -> list[SliceName]:

@@ -9,6 +9,7 @@ The first step captures the module, plans it on the fleet and moves the weights 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, fini
 from cleave_dask.runtime.optimizers import pack
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
+
+logger = logging.getLogger(__name__)
 
 Planner = Callable[[StepGraph, Fleet], Plan]
 
@@ -72,6 +75,7 @@ class Trainer:
         self._planner = plan
         self._lowered: Lowered | None = None
         self._passes = 0
+        self._deserted = False  # whether the user was told that no device is left
         self._run = uuid4().hex[:12]
         self._cluster = inspect(client)
         self._open(optimizer, schedule, clip_norm)
@@ -106,7 +110,7 @@ class Trainer:
             try:
                 record: dict[str, Any] = future.result(timeout=PATIENCE)
             except TimeoutError:
-                self._check_server()
+                self._check_cluster()
             except CleaveError:
                 raise
             except Exception as error:
@@ -114,14 +118,23 @@ class Trainer:
             else:
                 return record
 
-    def _check_server(self) -> None:
-        """Raise if the server is not the one that holds the weights any more; devices may come and go."""
-        servers = {server["address"] for server in facts_of(self.client)["server"].values()}
-        if self._cluster.server not in servers:
+    def _check_cluster(self) -> None:
+        """Raise if the step cannot go on; say so if it must wait. Devices may come and go, the server may not."""
+        facts = facts_of(self.client)
+        if facts["broken"]:
+            raise ClusterError(f"the scheduler's plugin is broken: {facts['broken']}; restart the scheduler and resume")
+        if self._cluster.server not in {server["address"] for server in facts["server"].values()}:
             raise ClusterError(
                 f"the server at {self._cluster.server} has left, and with it the weights of this run; "
                 "start it again and resume from the last checkpoint"
             )
+        present = set(facts["device"]) - set(facts["silent"])
+        if bool(present) == self._deserted:
+            self._deserted = not present
+            if self._deserted:
+                logger.warning("No device is left: the step waits until one joins")
+            else:
+                logger.warning("%s is back: the step goes on", ", ".join(sorted(present)[:3]))
 
     # What can be looked at
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from time import process_time
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -19,7 +18,7 @@ from cleave_dask.errors import ClusterError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import inspect
-from cleave_dask.runtime.lowering import JobSkeleton, Skeleton
+from cleave_dask.runtime.lowering import Skeleton
 from cleave_dask.runtime.processes import ServedCluster
 from cleave_dask.runtime.trainer import Trainer, submit
 from cleave_dask.simulation.local import LocalFleet
@@ -68,9 +67,7 @@ def test_devices_are_light_and_describe_themselves(fleet: LocalFleet, client: Cl
 
 
 def test_fifty_thousand_tiles_cost_the_client_little_and_leave_nothing_behind() -> None:
-    cuts = np.arange(50_000 * 6, dtype=np.int32).reshape(50_000, 6)
-    job = JobSkeleton("gemm", "float32", False, None, cuts, ("nobody",) * 50_000, (), rank=0)
-    skeleton = Skeleton(rounds=(((0,), (), 1 << 40),), jobs=(job,))
+    skeleton = Skeleton(rounds=(((0,), (), 1 << 40),), jobs=(models.many_parcels(50_000, "nobody"),))
     with ServedCluster() as cluster, Client(cluster, set_as_default=False) as client:
         start = process_time()
         future = submit(client, "many", 0, skeleton)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from time import process_time
 
-import numpy as np
 import pytest
 from dask.order import order
 from dask.typing import Key
@@ -17,7 +16,7 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.capture import capture
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.planner import Grid, plan
-from cleave_dask.runtime.lowering import JobSkeleton, Lowered, Skeleton, StepExpression, finish_key, lower
+from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.tasks import OrderedTask
 from tests import models
 
@@ -139,9 +138,7 @@ def test_arrays_can_be_drawn() -> None:
 
 
 def many_tiles(count: int) -> Skeleton:
-    cuts = np.arange(count * 6, dtype=np.int32).reshape(count, 6)
-    job = JobSkeleton("gemm", "float32", False, None, cuts, ("d",) * count, (0,), rank=0)
-    return Skeleton(rounds=(((), (), 0), ((0,), (0,), 1 << 40)), jobs=(job,))
+    return Skeleton(rounds=(((), (), 0), ((0,), (0,), 1 << 40)), jobs=(models.many_parcels(count, "d", after=(0,)),))
 
 
 def test_submitting_fifty_thousand_tiles_costs_the_client_little() -> None:
