@@ -1,4 +1,4 @@
-"""What a parcel costs: the work of its tiles, operand slices that they share counted once, and its seconds on a device."""
+"""What a parcel costs: the work of its tiles, shared operand slices counted once, and its seconds on a device."""
 
 from __future__ import annotations
 
