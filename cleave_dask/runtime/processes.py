@@ -179,6 +179,14 @@ class ServedCluster(SpecCluster):
                 raise ClusterError(f"{len(missing)} of {len(wanted)} processes did not join:\n{logs}")
             await asyncio.sleep(0.05)
 
+    async def _restart(self, name: str) -> None:
+        """Put a new process in the place of one that has ended."""
+        ended = self.workers.get(name)
+        if ended is not None:
+            await ended.close()
+            self.workers.pop(name, None)
+        await self._correct_state()
+
     async def _close(self) -> None:
         await super()._close()
         rmtree(self.folder, ignore_errors=True)

@@ -8,12 +8,18 @@ It is a Dask cluster object like LocalCluster.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 from cleave_dask.errors import FleetError
 from cleave_dask.fleet.devices import WORKER_DEFAULTS, Device, Fleet, Link, Server
 from cleave_dask.runtime.processes import ServedCluster
+from cleave_dask.simulation.churn import Churn, Kind
+from cleave_dask.simulation.playing import Player
 
 LOOPBACK = Link(bandwidth=5e8, latency=1e-3)
 """What a tile sees of a link within one machine, with serialisation and copies."""
@@ -35,8 +41,21 @@ class LocalFleet(ServedCluster):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the devices, by name."""
-        return {device.name: self.pid(device.name) for device in self.fleet.devices}
+        """Process ids of the devices whose processes run, by name."""
+        running = {name for name, process in self.workers.items() if not process.dead}
+        return {device.name: self.pid(device.name) for device in self.fleet.devices if device.name in running}
+
+    def restart(self, name: str) -> None:
+        """Start the process of a device again that has ended; it joins in its own time."""
+        self.fleet.device(name)
+        self.sync(self._restart, name)
+
+    @contextmanager
+    def under(self, churn: Churn) -> Iterator[Counter[Kind]]:
+        """Let churn happen to the device processes while the block runs; yields the count of what has happened."""
+        player = Player(self, churn)
+        with player:
+            yield player.happened
 
     def get_client(self) -> Client:
         """A client of this fleet."""
