@@ -55,6 +55,10 @@ class OrderedTask(Task):
         """Run it; what it waited for is not looked at."""
         return self.func(*self.args)
 
+    def __dask_tokenize__(self) -> object:
+        """Its key says what it is: run, step and number. Hashing the rest would cost the scheduler a third more."""
+        return type(self).__name__, self.key
+
     @property
     def block_fusion(self) -> bool:
         """Never fused with a neighbour: where it runs is part of what it means."""
