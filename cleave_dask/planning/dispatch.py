@@ -263,7 +263,8 @@ class Dispatcher:
 
     def _patience(self, state: _Device) -> float:
         """Seconds within which a device must show something."""
-        longest = max(self._seconds(self._parcels[parcel].work, state) for parcel in state.flying)
+        alone = max(state.figures.seconds(self._parcels[parcel].work) for parcel in state.flying)
+        longest = alone * max(1.0, self.pace if state.pace is None else state.pace)  # the first has nothing to overlap
         handovers = min(len(self._parcels[parcel].late_on) for parcel in state.flying)
         return (FACTOR * longest + GRACE) * 2.0 ** min(handovers, 8)
 

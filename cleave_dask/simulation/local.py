@@ -16,9 +16,9 @@ from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 from cleave_dask.errors import FleetError
+from cleave_dask.fleet.churn import Churn, Kind
 from cleave_dask.fleet.devices import WORKER_DEFAULTS, Device, Fleet, Link, Server
 from cleave_dask.runtime.processes import ServedCluster
-from cleave_dask.simulation.churn import Churn, Kind
 from cleave_dask.simulation.playing import Player
 
 LOOPBACK = Link(bandwidth=5e8, latency=1e-3)

@@ -12,7 +12,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from cleave_dask.simulation.churn import Churn, Event, Kind
+from cleave_dask.fleet.churn import Churn, Event, Kind
 
 _SLICE = 0.1
 """Seconds of a slowed device's turn: it runs for its share of them and stands still for the rest."""

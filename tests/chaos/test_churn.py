@@ -11,7 +11,7 @@ from distributed import Client
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
-from cleave_dask.simulation.churn import Churn, Event
+from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
 from tests.waiting import until_tasks
