@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -109,13 +109,14 @@ class SteeringPlugin(SchedulerPlugin):
         granted = self._granted.pop(ts.key, None)
         if granted is not None and self._present(granted):
             return granted
-        device = self.dispatcher.parcel_ready(ts.key, spec.rank, spec.device, spec.work, monotonic())
+        ready = partial(self.dispatcher.parcel_ready, ts.key, spec.rank, filler=spec.filler)
+        device = ready(spec.device, spec.work, monotonic())
         if device is not None:
             ws = self._devices[device]
             if self._present(ws):
                 return ws
             self._gone(device)
-            self.dispatcher.parcel_ready(ts.key, spec.rank, None, spec.work, monotonic())
+            ready(None, spec.work, monotonic())
         self._pump_soon()
         return None
 
