@@ -9,8 +9,9 @@ It is a Dask cluster object like LocalCluster.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
@@ -25,18 +26,34 @@ LOOPBACK = Link(bandwidth=5e8, latency=1e-3)
 """What a tile sees of a link within one machine, with serialisation and copies."""
 
 
+PROCESS = 256_000_000
+"""Bytes of a device's process beside its tiles."""
+
+
 class LocalFleet(ServedCluster):
     """A fleet of real processes on this machine, given as a `Fleet` or as a number of equal devices.
 
-    Each device has `cores` cores and the memory that the fleet says, and is planned for with the speed and links that
-    the fleet says; nothing slows it down to them. Equal devices have the links of a loopback, and one speed: if all
-    measured theirs as they start together on shared cores, each would find another. The kernel is the one configured as
-    `cleave.device.kernel`.
+    Devices of a `Fleet` are emulated: each has `cores` cores and the memory that the fleet says, its transfers take as
+    long as they would over its links, and its kernel is slowed down to its speed. A machine that cannot be as fast as
+    all of them together makes them slower, and their logs say so. `declared` is what they say of themselves: by default
+    what they are; the devices of another fleet, by name; or with False nothing, so that they measure themselves.
+
+    Equal devices, given as a number, are as fast as this machine. They are planned for with the links of a loopback and
+    one speed, whatever they turn out to be: if all measured theirs on shared cores, each would find another. The kernel
+    is the one configured as `cleave.device.kernel`.
     """
 
-    def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        fleet: Fleet | int = 4,
+        *,
+        cores: int = 1,
+        declared: Fleet | bool = True,
+        dashboard: str = "127.0.0.1:0",
+    ) -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
-        workers = {device.name: (_options(device, cores), cores, _figures(device)) for device in self.fleet.devices}
+        settings = _unthrottled if isinstance(fleet, int) else partial(_emulated, declared=declared)
+        workers = {device.name: (_options(device, cores), cores, settings(device)) for device in self.fleet.devices}
         super().__init__(workers, dashboard=dashboard, name="LocalFleet")
 
     @property
@@ -63,19 +80,35 @@ class LocalFleet(ServedCluster):
 
 
 def _options(device: Device, cores: int) -> tuple[str, ...]:
-    memory = str(int(device.memory))
+    memory = str(int(device.memory) + PROCESS)
     return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
 
 
-def _figures(device: Device) -> dict[str, str]:
-    """What a device is told that it is, as settings in its environment."""
-    figures = {
+def _unthrottled(device: Device) -> dict[str, str]:
+    """Settings of a device that is as fast as it is, and planned for with the figures that it is given."""
+    return _variables("", _figures(device)) | _variables("", {"memory": device.memory, "calibrate": False})
+
+
+def _emulated(device: Device, declared: Fleet | bool) -> dict[str, str]:
+    """Settings of a device that is held to what it is, and says of itself what is declared."""
+    says = declared.device(device.name) if isinstance(declared, Fleet) else device
+    figures = _figures(says) if declared else {}
+    return _variables("EMULATE__", _figures(device)) | _variables("", {**figures, "memory": device.memory})
+
+
+def _figures(device: Device) -> dict[str, float]:
+    return {
         "flops": device.flops,
         "down": device.down.bandwidth,
         "up": device.up.bandwidth,
         "latency": device.down.latency,
     }
-    return {f"DASK_CLEAVE__DEVICE__{name.upper()}": repr(float(value)) for name, value in figures.items()}
+
+
+def _variables(prefix: str, settings: Mapping[str, float]) -> dict[str, str]:
+    """Settings of a device as its environment has them."""
+    plain = {name: value if isinstance(value, bool) else float(value) for name, value in settings.items()}
+    return {f"DASK_CLEAVE__DEVICE__{prefix}{name.upper()}": repr(value) for name, value in plain.items()}
 
 
 def _equal_devices(count: int) -> Fleet:
