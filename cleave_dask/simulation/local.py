@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
@@ -40,7 +41,7 @@ class LocalFleet(ServedCluster):
 
     Equal devices, given as a number, are as fast as this machine. They are planned for with the links of a loopback and
     one speed, whatever they turn out to be: if all measured theirs on shared cores, each would find another. The kernel
-    is the one configured as `cleave.device.kernel`.
+    is the one configured as `cleave.device.kernel`. `settings` has more settings of `cleave.device`, by device.
     """
 
     def __init__(
@@ -49,11 +50,16 @@ class LocalFleet(ServedCluster):
         *,
         cores: int = 1,
         declared: Fleet | bool = True,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
         dashboard: str = "127.0.0.1:0",
     ) -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
-        settings = _unthrottled if isinstance(fleet, int) else partial(_emulated, declared=declared)
-        workers = {device.name: (_options(device, cores), cores, settings(device)) for device in self.fleet.devices}
+        figures = _unthrottled if isinstance(fleet, int) else partial(_emulated, declared=declared)
+        more = {self.fleet.device(name).name: given for name, given in (settings or {}).items()}
+        workers = {
+            device.name: (_options(device, cores), cores, figures(device) | _variables("", more.get(device.name, {})))
+            for device in self.fleet.devices
+        }
         super().__init__(workers, dashboard=dashboard, name="LocalFleet")
 
     @property
@@ -86,29 +92,28 @@ def _options(device: Device, cores: int) -> tuple[str, ...]:
 
 def _unthrottled(device: Device) -> dict[str, str]:
     """Settings of a device that is as fast as it is, and planned for with the figures that it is given."""
-    return _variables("", _figures(device)) | _variables("", {"memory": device.memory, "calibrate": False})
+    return _variables("", _figures(device)) | _variables("", {"memory": float(device.memory), "calibrate": False})
 
 
 def _emulated(device: Device, declared: Fleet | bool) -> dict[str, str]:
     """Settings of a device that is held to what it is, and says of itself what is declared."""
     says = declared.device(device.name) if isinstance(declared, Fleet) else device
     figures = _figures(says) if declared else {}
-    return _variables("EMULATE__", _figures(device)) | _variables("", {**figures, "memory": device.memory})
+    return _variables("EMULATE__", _figures(device)) | _variables("", {**figures, "memory": float(device.memory)})
 
 
 def _figures(device: Device) -> dict[str, float]:
     return {
-        "flops": device.flops,
-        "down": device.down.bandwidth,
-        "up": device.up.bandwidth,
-        "latency": device.down.latency,
+        "flops": float(device.flops),
+        "down": float(device.down.bandwidth),
+        "up": float(device.up.bandwidth),
+        "latency": float(device.down.latency),
     }
 
 
-def _variables(prefix: str, settings: Mapping[str, float]) -> dict[str, str]:
+def _variables(prefix: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings of a device as its environment has them."""
-    plain = {name: value if isinstance(value, bool) else float(value) for name, value in settings.items()}
-    return {f"DASK_CLEAVE__DEVICE__{prefix}{name.upper()}": repr(value) for name, value in plain.items()}
+    return {f"DASK_CLEAVE__DEVICE__{prefix}{name.upper()}": repr(value) for name, value in settings.items()}
 
 
 def _equal_devices(count: int) -> Fleet:
