@@ -237,7 +237,9 @@ class Trainer:
 
     def _fleet(self) -> Fleet:
         """The fleet as it is now: who takes tiles, with the figures that tiles have shown; nobody there: as it was."""
-        devices = {name: facts for name, facts in facts_of(self.client)["device"].items() if facts["running"]}
+        facts = facts_of(self.client)
+        there = {name for name, device in facts["device"].items() if device["running"]} - set(facts["silent"])
+        devices = {name: device for name, device in facts["device"].items() if name in there}
         if devices:
             self._cluster = replace(self._cluster, devices=devices)
         known: dict[str, dict[str, float]] = self.records[-1]["figures"] if self.records else {}

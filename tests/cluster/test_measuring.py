@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 from time import monotonic
 
 import pytest
+from click.testing import CliRunner
 
+from cleave_dask.cli import cleave
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.runtime.cluster import facts_of, inspect
 from cleave_dask.simulation.local import LocalFleet
@@ -48,3 +52,15 @@ def test_a_device_that_stops_while_it_measures_holds_nobody_up() -> None:
         assert set(inspect(client).devices) == {"near", "far"}
         assert monotonic() - start < 20, "a client waits for a device that never answers"
         until(lambda: not facts_of(client)["device"]["near"]["measuring"], "near has measured itself", seconds=40)
+
+
+def test_profile_measures_the_links_to_a_server(fleet: LocalFleet, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    command = ("profile", "--scheduler", fleet.scheduler_address, "--write", str(file), "--name", "here", "--json")
+    result = CliRunner().invoke(cleave, command)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["down"] > 1e6
+    assert printed["up"] > 1e6
+    assert 0 < printed["latency"] < 1
+    assert Fleet.load(file).device("here").down.bandwidth == pytest.approx(printed["down"], rel=0.01)
