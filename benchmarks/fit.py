@@ -81,7 +81,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         for planner in (plan, partial(plan, tiling="even")):
             module = model()
             optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-            trainers.append(Trainer(module, optimizer, client, plan=planner))
+            trainers.append(Trainer(module, optimizer, client, plan=planner, replan=False))
         for number in range(steps + 1):
             for trainer in trainers:
                 trainer.step(**batch(number))

@@ -29,7 +29,8 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import html_table, quantity
 from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.ir import StepGraph
-from cleave_dask.planning.adapting import Adapter, Planner
+from cleave_dask.planning.adapting import Adapter
+from cleave_dask.planning.adapting import Planner as Planner  # part of the trainer's own signature
 from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan

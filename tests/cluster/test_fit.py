@@ -32,7 +32,8 @@ class Stack(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs).square().mean()
+        loss: torch.Tensor = self.layers(inputs).square().mean()
+        return loss
 
 
 def device(name: str, speed: float, down: float, up: float) -> Device:
