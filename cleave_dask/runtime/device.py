@@ -27,6 +27,7 @@ from distributed.system import MEMORY_LIMIT
 
 from cleave_dask import config
 from cleave_dask._version import __version__
+from cleave_dask.errors import CleaveError
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
@@ -226,8 +227,13 @@ class DeviceRuntime:
 
 async def dask_setup(worker: Worker) -> None:
     """Make a stock worker a device: its kernel, its window of tiles in flight, what it tells the scheduler."""
-    available = (worker.memory_manager.memory_limit or MEMORY_LIMIT) - worker.monitor.proc.memory_info().rss
-    lent = read_settings(cores=worker.state.nthreads, memory=available)
+    manager = worker.memory_manager
+    usable = (manager.memory_limit or MEMORY_LIMIT) * (manager.memory_pause_fraction or 1.0)  # above it Dask pauses
+    available = int(usable) - worker.monitor.proc.memory_info().rss
+    try:
+        lent = read_settings(cores=worker.state.nthreads, memory=available)
+    except CleaveError as error:  # Dask would only log it, and go on as a worker that is no device
+        raise SystemExit(f"this device cannot start: {error}") from error
     runtime = DeviceRuntime(worker, lent)
     worker.extensions["cleave"] = runtime
     for call in _DATA_CALLS:

@@ -45,6 +45,8 @@ def read_settings(*, cores: int, memory: int) -> Lent:
     down, up = (Lane(min(emulated[side] or inf, caps[side]), emulated["latency"] or 0.0) for side in ("down", "up"))
     links = Links(down, up)
     links.expect(figures.get("latency", 0.0))
+    if memory <= 0:
+        raise InputError("its memory limit leaves nothing for tiles; give a higher --memory-limit, 512 MB or more")
     lent = amount("memory", "bytes")
     return Lent(kernel, links, _cores(cores), memory if lent is None else min(memory, int(lent)), figures)
 

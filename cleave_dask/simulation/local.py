@@ -30,6 +30,9 @@ LOOPBACK = Link(bandwidth=5e8, latency=1e-3)
 PROCESS = 256_000_000
 """Bytes of a device's process beside its tiles."""
 
+PAUSED = 0.8
+"""Share of its memory limit from which on Dask pauses a worker."""
+
 
 class LocalFleet(ServedCluster):
     """A fleet of real processes on this machine, given as a `Fleet` or as a number of equal devices.
@@ -86,7 +89,7 @@ class LocalFleet(ServedCluster):
 
 
 def _options(device: Device, cores: int) -> tuple[str, ...]:
-    memory = str(int(device.memory) + PROCESS)
+    memory = str(int((device.memory + PROCESS) / PAUSED))
     return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
 
 

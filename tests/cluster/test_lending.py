@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,17 @@ def test_a_cap_is_kept_to_and_planned_with() -> None:
             assert 0 < shares(run.graph, run.plan)["other"] < 0.45
     assert figures["up"] < 1.3 * 10e6
     assert figures["down"] < 1.3 * 20e6
+
+
+def test_a_device_with_a_bad_setting_ends_and_says_which(fleet: LocalFleet) -> None:
+    command = [sys.executable, "-m", "dask", "worker", fleet.scheduler_address, "--no-nanny"]
+    ended = subprocess.run(
+        [*command, "--preload", "cleave_dask.runtime.device"],
+        env={**os.environ, "DASK_CLEAVE__DEVICE__CORES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "'cleave.device.cores' is 0; give a whole number of cores" in ended.stderr

@@ -55,3 +55,8 @@ def test_an_emulated_device_is_held_to_its_figures_and_to_its_owner() -> None:
 def test_bad_settings_are_named(setting: str, value: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         lent(**{setting: value})
+
+
+def test_a_limit_below_the_process_itself_is_no_device() -> None:
+    with pytest.raises(InputError, match="leaves nothing for tiles; give a higher --memory-limit"):
+        read_settings(cores=1, memory=-5)
