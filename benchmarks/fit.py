@@ -119,8 +119,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(name, options.steps) for name in options.setting or SETTINGS]
-    Console().print(table(rows))
+    rows: list[dict[str, Any]] = []
+    console = Console()
+    for name in options.setting or SETTINGS:
+        rows.append(measure(name, options.steps))
+        console.print(f"{name}: planned {rows[-1]['plan_seconds']:.2f} s, measured {rows[-1]['seconds']:.2f} s")
+    console.print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
 
