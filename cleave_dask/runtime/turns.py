@@ -81,7 +81,12 @@ class Measurements:
         servers = [ws for ws in self.scheduler.workers.values() if _facts(ws).get("role") == "server"]
         if not servers or worker not in self.scheduler.workers:
             return {"wait": USUAL}
+        before = set(self.turns.line)
         wait = self.turns.ask(worker, now)
+        for silent in before - set(self.turns.line):
+            ws = self.scheduler.workers[silent]
+            logger.warning("Device %s did not measure itself in time; it is planned for with what it said", ws.name)
+            ws.extra["cleave"] = {**_facts(ws), "measuring": False}
         return {"wait": wait} if wait else {"wait": 0.0, "server": min(ws.address for ws in servers)}
 
     def measured(self, worker: str, figures: Mapping[str, Any]) -> None:

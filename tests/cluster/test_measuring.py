@@ -52,6 +52,7 @@ def test_a_device_that_stops_while_it_measures_holds_nobody_up() -> None:
         assert set(inspect(client).devices) == {"near", "far"}
         assert monotonic() - start < 20, "a client waits for a device that never answers"
         until(lambda: not facts_of(client)["device"]["near"]["measuring"], "near has measured itself", seconds=40)
+        assert Fleet.from_cluster(client).device("near").flops == pytest.approx(4e9, rel=0.25)
 
 
 def test_profile_measures_the_links_to_a_server(fleet: LocalFleet, tmp_path: Path) -> None:
