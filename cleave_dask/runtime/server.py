@@ -25,6 +25,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
+from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import restore_training, save_training
@@ -49,6 +50,8 @@ class ServerRuntime:
             self.cleave_pull,
             self.cleave_push,
             self.cleave_wanted,
+            cleave_probe_down,
+            cleave_probe_up,
             self.cleave_open,
             self.cleave_put,
             self.cleave_optimizer,
@@ -81,9 +84,10 @@ class ServerRuntime:
         arrays: list[Array],
         pull_seconds: float,
         compute_seconds: float,
+        moved: dict[str, tuple[int, float]] | None = None,
     ) -> dict[str, Any]:
-        """A tile from a device, with how long it waited for operands and how long it multiplied."""
-        attempt = Attempt(device, pull_seconds, compute_seconds)
+        """A tile from a device, with how long it waited for operands and multiplied, and what its links carried."""
+        attempt = Attempt(device, pull_seconds, compute_seconds, moved or {})
         try:
             await self._off_loop(self._run(run).accept, step, job, tile, arrays, attempt)
         except (TileRejected, StepError) as error:

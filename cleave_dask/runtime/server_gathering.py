@@ -6,8 +6,8 @@ is the same bit for bit whatever the devices do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -26,11 +26,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Who made a tile, and how long it waited for operands and multiplied, as it says itself."""
+    """Who made a tile, how long it waited and multiplied, and what its links carried, as it says itself."""
 
     device: str
     pull_seconds: float
     compute_seconds: float
+    moved: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # by direction: bytes, and busy seconds
 
 
 class TileRejected(Exception):

@@ -10,7 +10,8 @@ The first step captures the module, plans it on the fleet and moves the weights 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +29,9 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import html_table, quantity
 from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.ir import StepGraph
+from cleave_dask.planning.adapting import Adapter
+from cleave_dask.planning.adapting import Planner as Planner  # part of the trainer's own signature
+from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.cluster import facts_of, inspect
@@ -37,8 +41,6 @@ from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
 logger = logging.getLogger(__name__)
-
-Planner = Callable[[StepGraph, Fleet], Plan]
 
 PATIENCE = 1.0
 """Seconds between two looks at the cluster while a step runs."""
@@ -51,6 +53,11 @@ class Trainer:
     runs. `schedule` is a torch LR scheduler over the optimizer, stepped once per update. `clip_norm` bounds the norm of
     all gradients together. With `accumulate=n` the batch of a step is cut into n micro-batches along its first axis and
     their gradients are averaged. `plan` cuts the step graph into tiles for the fleet.
+
+    Between two steps, tiles of devices that left go to others, and devices that joined get some. With `replan` the
+    step is also cut anew, by the same `plan`, when devices turn out to be so different from what they said that it
+    pays. Another grid rounds differently: with `replan=False` the loss is bit for bit that of the first plan,
+    whatever devices do.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Trainer:
         clip_norm: float | None = None,
         accumulate: int = 1,
         plan: Planner = default_plan,
+        replan: bool = True,
     ) -> None:
         if accumulate < 1:
             raise InputError(f"accumulate is {accumulate}; give the number of micro-batches of a step, 1 or more")
@@ -73,6 +81,8 @@ class Trainer:
         self._module = module
         self._accumulate = accumulate
         self._planner = plan
+        self._replan = replan
+        self._adapter: Adapter | None = None
         self._lowered: Lowered | None = None
         self._passes = 0
         self._deserted = False  # whether the user was told that no device is left
@@ -84,9 +94,13 @@ class Trainer:
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """One optimizer update on a batch, given as the module's forward takes it; returns the loss."""
+        if self._adapter is not None and self._adapter.step_begins(self._fleet()):
+            self._load()
         for micro_args, micro_kwargs in _micro_batches(args, kwargs, self._accumulate):
-            if self._lowered is None:
-                self._load(capture(self._module, *micro_args, **micro_kwargs))
+            if self._adapter is None:
+                graph = capture(self._module, *micro_args, **micro_kwargs)
+                self._adapter = Adapter(graph, self._planner, self._fleet(), new_grids=self._replan)
+                self._load()
             record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs))
         self.records.append(record)
         loss: float = record["loss"]
@@ -222,9 +236,23 @@ class Trainer:
     def _put(self, name: str, tensor: torch.Tensor, role: str) -> None:
         self._call("cleave_put", name=name, array=to_serialize(to_wire(tensor)), dtype=_dtype(tensor), role=role)
 
-    def _load(self, graph: StepGraph) -> None:
-        """Plan the step on the fleet as it is now and hand the program to the server."""
-        plan = self._planner(graph, Fleet.from_workers(self._cluster.devices))
+    def _fleet(self) -> Fleet:
+        """The fleet as it is now: who takes tiles, with the figures that tiles have shown; nobody there: as it was."""
+        facts = facts_of(self.client)
+        there = {name for name, device in facts["device"].items() if device["running"]} - set(facts["silent"])
+        devices = {name: device for name, device in facts["device"].items() if name in there}
+        if devices:
+            self._cluster = replace(self._cluster, devices=devices)
+        known: dict[str, dict[str, float]] = self.records[-1]["figures"] if self.records else {}
+        seen = {
+            name: figures for name, figures in known.items() if self._cluster.devices.get(name, {}).get("calibrate")
+        }
+        return corrected(Fleet.from_workers(self._cluster.devices), seen)
+
+    def _load(self) -> None:
+        """Hand the program to the server."""
+        assert self._adapter is not None
+        graph, plan = self._adapter.graph, self._adapter.plan
         self._lowered = lower(graph, plan)
         self._call("cleave_program", graph=graph.to_json(), plan=to_serialize(plan))
 
