@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ def scheduler(*options: str) -> Iterator[tuple[str, psutil.Process]]:
             process.wait()
 
 
+def _told(facts: dict[str, Any], _: Worker) -> dict[str, Any]:
+    return facts
+
+
 @asynccontextmanager
 async def fleet(address: str, devices: int) -> Any:
     """Light workers in this process, and a client."""
@@ -118,7 +123,7 @@ async def fleet(address: str, devices: int) -> Any:
     for name in ["server", *(f"device-{number}" for number in range(devices))]:
         worker = Worker(address, nthreads=3, name=name, dashboard=False, heartbeat_interval="10s")
         facts = {"role": "server"} if name == "server" else figures
-        worker.startup_information["cleave"] = lambda _, facts=facts: facts
+        worker.startup_information["cleave"] = partial(_told, facts)
         workers.append(worker)
     await asyncio.gather(*workers)
     client = await Client(address, asynchronous=True, set_as_default=False)

@@ -18,12 +18,12 @@ import torch
 from distributed import Client
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cleave_dask.fleet.churn import Churn
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
-from cleave_dask.fleet.churn import Churn
 from cleave_dask.simulation.local import LocalFleet
 
 STEPS = 12

@@ -6,9 +6,9 @@ plugin and the simulator drive this same object.
 
 A parcel waits in the queue of the device it was planned for, and a device has a small window of parcels in flight. When
 there is room it takes the next of its own, then one that is planned for nobody, then one from the device with the
-longest work still waiting, if it would be through before that device. So a plan is followed while it holds, and a device
-that joins late, or is faster than planned, still finds work. Filler, which nobody waits for, is sent while the window
-has room; a parcel of the critical path only counts others of its kind, because a device turns to it first.
+longest work still waiting, if it would be through before that device. So a plan is followed while it holds, and a
+device that joins late, or is faster than planned, still finds work. Filler, which nobody waits for, is sent while the
+window has room; a parcel of the critical path only counts others of its kind, because a device turns to it first.
 
 Lateness. A device should show something, a finished parcel, within FACTOR times what its largest parcel in flight takes
 by its figures and its pace so far, plus GRACE. If it does not, its parcels in flight are handed to others, and it gets
@@ -21,14 +21,11 @@ Every event costs O(log devices); `settle` and `tick` look only at devices that 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
 
+from cleave_dask.planning.dispatch_state import DeviceState, ParcelId, WaitingParcel
 from cleave_dask.planning.parcels import Figures, Work
-
-ParcelId = Any
-"""Whatever the caller knows a parcel by; it is only hashed and compared."""
 
 FACTOR = 1.7
 """A parcel is late after so many times its expected seconds."""
@@ -52,44 +49,14 @@ class Handover:
     device: str
 
 
-@dataclass
-class _Parcel:
-    rank: int
-    number: int
-    planned: str | None
-    work: Work
-    filler: bool
-    queue: str | None = None  # where it waits
-    holder: str | None = None  # who has it
-    sent: float = 0.0
-    late_on: tuple[str, ...] = ()  # devices that it was taken back from
-
-
-@dataclass
-class _Device:
-    figures: Figures
-    flying: dict[ParcelId, None] = field(default_factory=dict)  # in the order in which they were sent
-    critical: int = 0  # parcels in flight that are no filler
-    pace: float | None = None  # observed seconds over expected ones; unknown until its first parcel is done
-    backlog: float = 0.0  # seconds of work that waits for it
-    heard: float = 0.0
-    since: float = 0.0  # its last finished parcel, or handover
-    silent: bool = False  # late, and not heard of since
-    paused: bool = False
-
-    @property
-    def active(self) -> bool:
-        return not (self.silent or self.paused)
-
-
 class Dispatcher:
     """The state of placement: devices with their parcels in flight, parcels that wait."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.pace = 1.0  # of the whole fleet
-        self._devices: dict[str, _Device] = {}
-        self._parcels: dict[ParcelId, _Parcel] = {}
+        self._devices: dict[str, DeviceState] = {}
+        self._parcels: dict[ParcelId, WaitingParcel] = {}
         self._queues: dict[str, list[tuple[int, int, ParcelId]]] = {_ANYONE: []}
         self._longest: list[tuple[float, str]] = []  # (-backlog, device): a heap with stale entries
         self._free: deque[str] = deque()  # devices that may have room, each once
@@ -134,7 +101,7 @@ class Dispatcher:
         if known is not None:
             known.figures = figures
             return
-        self._devices[device] = _Device(figures, heard=now, since=now)
+        self._devices[device] = DeviceState(figures, heard=now, since=now)
         self._queues.setdefault(device, [])
         self._has_room(device)
 
@@ -179,7 +146,7 @@ class Dispatcher:
             return known.holder
         self._pushed += 1
         late_on = known.late_on if known else ()
-        this = self._parcels[parcel] = _Parcel(rank, self._pushed, planned, work, filler, late_on=late_on)
+        this = self._parcels[parcel] = WaitingParcel(rank, self._pushed, planned, work, filler, late_on=late_on)
         state = self._devices.get(planned) if planned is not None else None
         if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
             self._wait(parcel, this, _ANYONE)
@@ -269,7 +236,7 @@ class Dispatcher:
 
     # Inside
 
-    def _patience(self, state: _Device) -> float:
+    def _patience(self, state: DeviceState) -> float:
         """Seconds within which a device must show something."""
         alone = max(state.figures.seconds(self._parcels[parcel].work) for parcel in state.flying)
         longest = alone * max(1.0, self.pace if state.pace is None else state.pace)  # the first has nothing to overlap
@@ -280,17 +247,17 @@ class Dispatcher:
         """Whether anybody but this device can take parcels."""
         return any(state.active for name, state in self._devices.items() if name != device)
 
-    def _seconds(self, this: _Parcel, state: _Device, *, alone: bool = False) -> float:
+    def _seconds(self, this: WaitingParcel, state: DeviceState, *, alone: bool = False) -> float:
         return state.figures.seconds(this.work, alone=alone) * (self.pace if state.pace is None else state.pace)
 
-    def _observe(self, state: _Device, this: _Parcel, now: float) -> None:
+    def _observe(self, state: DeviceState, this: WaitingParcel, now: float) -> None:
         """A device's pace, from the time between its results."""
         ratio = (now - max(state.since, this.sent)) / state.figures.seconds(this.work)
         state.pace = ratio if state.pace is None else (1 - _MEMORY) * state.pace + _MEMORY * ratio
         share = _MEMORY / max(1, len(self._devices))
         self.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
 
-    def _next(self, device: str, state: _Device) -> ParcelId | None:
+    def _next(self, device: str, state: DeviceState) -> ParcelId | None:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
         for queue in (device, _ANYONE):
             parcel = self._first(queue, device, state)
@@ -305,20 +272,20 @@ class Dispatcher:
                 return parcel
         return None
 
-    def _sluggish(self, state: _Device) -> bool:
+    def _sluggish(self, state: DeviceState) -> bool:
         """Whether a device is far behind the common pace while somebody else is not."""
         slow = state.pace is not None and state.pace > SLUGGISH * self.pace
         return slow and any(
             other.active and (other.pace or 0.0) <= SLUGGISH * self.pace for other in self._devices.values()
         )
 
-    def _better_left(self, parcel: ParcelId, state: _Device) -> bool:
+    def _better_left(self, parcel: ParcelId, state: DeviceState) -> bool:
         """Whether others would be through with everything that waits before this device were through with a parcel."""
         here = self._seconds(self._parcels[parcel], state, alone=True)
         there = state.figures.seconds(self._parcels[parcel].work) * self.pace
         return here > there * (SLUGGISH + self._waiting / len(self._devices))
 
-    def _first(self, queue: str, device: str, state: _Device) -> ParcelId | None:
+    def _first(self, queue: str, device: str, state: DeviceState) -> ParcelId | None:
         """The first parcel of a queue that this device may have; those that left the queue are dropped on the way."""
         heap = self._queues[queue]
         skipped: list[tuple[int, int, ParcelId]] = []
@@ -338,7 +305,7 @@ class Dispatcher:
             heappush(heap, entry)
         return found
 
-    def _wait(self, parcel: ParcelId, this: _Parcel, queue: str) -> None:
+    def _wait(self, parcel: ParcelId, this: WaitingParcel, queue: str) -> None:
         this.queue = queue
         heappush(self._queues[queue], (this.rank, this.number, parcel))
         self._waiting += 1
@@ -347,7 +314,7 @@ class Dispatcher:
             state.backlog += state.figures.seconds(this.work)
             heappush(self._longest, (-self._behind(queue), queue))
 
-    def _leave_queue(self, this: _Parcel) -> None:
+    def _leave_queue(self, this: WaitingParcel) -> None:
         assert this.queue is not None
         if this.queue != _ANYONE and this.queue in self._devices:
             state = self._devices[this.queue]
@@ -374,16 +341,16 @@ class Dispatcher:
                 return device if device != thief else None
         return None
 
-    def _send(self, parcel: ParcelId, this: _Parcel, device: str, now: float) -> None:
+    def _send(self, parcel: ParcelId, this: WaitingParcel, device: str, now: float) -> None:
         this.holder, this.sent = device, now
         self._devices[device].flying[parcel] = None
         self._devices[device].critical += not this.filler
 
-    def _drop(self, state: _Device, parcel: ParcelId) -> None:
+    def _drop(self, state: DeviceState, parcel: ParcelId) -> None:
         del state.flying[parcel]
         state.critical -= not self._parcels[parcel].filler
 
-    def _room(self, state: _Device, this: _Parcel) -> bool:
+    def _room(self, state: DeviceState, this: WaitingParcel) -> bool:
         """Whether a device may have one more parcel of this kind in flight."""
         return (len(state.flying) if this.filler else state.critical) < self.window
 
@@ -392,7 +359,7 @@ class Dispatcher:
             self._listed.add(device)
             self._free.append(device)
 
-    def _settled(self, device: str, state: _Device) -> None:
+    def _settled(self, device: str, state: DeviceState) -> None:
         """A device takes parcels again, or what waits for it is anybody's."""
         if state.active:
             self._has_room(device)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cleave_dask.graph.ir import Gemm
-from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Ints, Shape
+from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Shape
 
 Ranges = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
@@ -42,7 +42,7 @@ class Figures:
         return max(LEAST_SECONDS, moving + work.flops / self.flops)
 
 
-def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ints, device: Ints) -> Floats:
+def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ranges, device: Ranges) -> Floats:
     """(parcels, 4): flops, bytes down, bytes up and bytes down alone, of each parcel.
 
     `ranges` are those of the tiles (rows, cols, ks, each start and stop); `parcel` and `device` say whose each is.
@@ -60,7 +60,7 @@ def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ints, device: Ints) -> Floa
     return np.column_stack([np.bincount(parcel, column, minlength=count) for column in columns])
 
 
-def first_with_slice(owner: Ints, starts: Ranges) -> Floats:
+def first_with_slice(owner: Ranges, starts: Ranges) -> Floats:
     """1 for the first tile of each owner that has an operand slice, 0 for those that share it."""
     key = np.column_stack([owner, starts]).astype(np.int64)
     order = np.lexsort(key.T)

@@ -179,8 +179,11 @@ class ServedCluster(SpecCluster):
                 raise ClusterError(f"{len(missing)} of {len(wanted)} processes did not join:\n{logs}")
             await asyncio.sleep(0.05)
 
-    async def _restart(self, name: str) -> None:
+    def restart_worker(self, name: str) -> None:
         """Put a new process in the place of one that has ended."""
+        self.sync(self._restart, name)
+
+    async def _restart(self, name: str) -> None:
         ended = self.workers.get(name)
         if ended is not None:
             await ended.close()

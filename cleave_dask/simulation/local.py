@@ -73,8 +73,7 @@ class LocalFleet(ServedCluster):
 
     def restart(self, name: str) -> None:
         """Start the process of a device again that has ended; it joins in its own time."""
-        self.fleet.device(name)
-        self.sync(self._restart, name)
+        self.restart_worker(self.fleet.device(name).name)
 
     @contextmanager
     def under(self, churn: Churn) -> Iterator[Counter[Kind]]:

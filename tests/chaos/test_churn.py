@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from distributed import Client
 
+from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
-from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
 from tests.waiting import until_tasks
@@ -31,7 +31,10 @@ def script(names: list[str], seconds: float, seed: int) -> Churn:
     """Every kind of mishap within `seconds`; one device is left alone, one never gets better."""
     chance = random.Random(seed)
     first, second, third = chance.sample(names, 3)
-    at = lambda share: seconds * share * chance.uniform(0.8, 1.2)  # noqa: E731
+
+    def at(share: float) -> float:
+        return seconds * share * chance.uniform(0.8, 1.2)
+
     return Churn(
         (
             Event(at(0.1), first, "stall"),
