@@ -42,7 +42,7 @@ class Attempt:
     life: int  # of its device: what was under way in a former life is lost
     next: int  # the first tile that has not come down
     begun: float = 0.0  # the run that comes down now
-    run: slice = slice(0, 0)
+    run: slice = field(default_factory=lambda: slice(0, 0))
     down: Floats = field(default_factory=lambda: np.zeros(0))  # bytes of the run, by tile
     ended: float = 0.0  # when the last tile so far is up
     runs_up: int = 0  # runs whose last byte is up
