@@ -27,6 +27,7 @@ from distributed.system import MEMORY_LIMIT
 from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.fleet.units import Dimension, parse
+from cleave_dask.runtime.clock import ServerClock
 from cleave_dask.runtime.kernels import Kernel, load_kernel, measure_flops, use_threads
 from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, slice_names
 
@@ -136,6 +137,8 @@ class DeviceRuntime:
         window = int(config.get("device.window"))
         self.places, self.pulls = Gate(window), Gate(PULLS)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
+        self.clock = ServerClock()
+        self._asking: asyncio.Task[None] | None = None
         use_threads(cores)
 
     async def run(self, parcel: ParcelSpec, server: str, again: bool) -> int:
@@ -143,6 +146,7 @@ class DeviceRuntime:
 
         The former device may be alive and working from the other end.
         """
+        self._set_clock(server)
         specs = list(parcel.specs())
         tiles: list[asyncio.Task[None]] = []
         try:
@@ -172,34 +176,52 @@ class DeviceRuntime:
     async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int) -> None:
         start = perf_counter()
         await self.pulls.enter(rank)
+        entered = perf_counter()
         try:
-            operands = await asyncio.gather(*(self.slice(server, name) for name in slice_names(spec)))
+            names = slice_names(spec)
+            fresh = [self.request(server, name) for name in names]
+            operands = await asyncio.gather(*(self.slice(server, name) for name in names))
         finally:
             self.pulls.leave()
         pulled = perf_counter()
         loop = asyncio.get_running_loop()
         results, seconds = await loop.run_in_executor(self.multiplier, self._multiply, spec, operands)
+        timing = {
+            "queued": perf_counter() - pulled - seconds + entered - start,
+            "sent": self.clock.now(),
+            "down_bytes": sum(operand.nbytes for operand, new in zip(operands, fresh, strict=True) if new),
+        }
         answer = await self.worker.rpc(server).cleave_push(
             run=spec.run,
             step=spec.step,
             job=spec.job,
             tile=spec.tile,
             device=str(self.worker.name),
-            pull_seconds=pulled - start,
+            pull_seconds=pulled - entered,
             compute_seconds=seconds,
+            timing=timing,
             arrays=[to_serialize(result) for result in results],
         )
         if not answer["accepted"]:
             logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
             raise Reschedule
 
+    def _set_clock(self, server: str) -> None:
+        """Ask for the server's time now and then, beside the tiles."""
+        if self.clock.due(server):
+            self._asking = asyncio.ensure_future(self.clock.ask(self.worker.rpc(server).cleave_clock))
+
     async def slice(self, server: str, name: SliceName) -> Array:
         """An operand slice: from this device's memory, from a fetch under way, or from the server."""
-        arriving = self.cache.find(name)
-        if arriving is None:
-            arriving = asyncio.ensure_future(self._fetch(server, name))
-            self.cache.add(name, arriving)
-        return await asyncio.shield(arriving)
+        self.request(server, name)
+        return await asyncio.shield(self.cache.held[name])
+
+    def request(self, server: str, name: SliceName) -> bool:
+        """Have a slice fetched unless it is here or on its way; whether that was needed."""
+        needed = self.cache.find(name) is None
+        if needed:
+            self.cache.add(name, asyncio.ensure_future(self._fetch(server, name)))
+        return needed
 
     async def _fetch(self, server: str, name: SliceName) -> Array:
         run, step, job, operand, first, second = name

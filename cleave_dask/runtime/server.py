@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import time
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -49,12 +50,14 @@ class ServerRuntime:
             self.cleave_pull,
             self.cleave_push,
             self.cleave_wanted,
+            self.cleave_clock,
             self.cleave_open,
             self.cleave_put,
             self.cleave_optimizer,
             self.cleave_program,
             self.cleave_begin,
             self.cleave_get,
+            self.cleave_trace,
             self.cleave_save,
             self.cleave_restore,
             self.cleave_close,
@@ -81,9 +84,10 @@ class ServerRuntime:
         arrays: list[Array],
         pull_seconds: float,
         compute_seconds: float,
+        timing: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """A tile from a device, with how long it waited for operands and how long it multiplied."""
-        attempt = Attempt(device, pull_seconds, compute_seconds)
+        attempt = Attempt.of(device, pull_seconds, compute_seconds, timing=timing, arrived=self.cleave_clock())
         try:
             await self._off_loop(self._run(run).accept, step, job, tile, arrays, attempt)
         except (TileRejected, StepError) as error:
@@ -97,6 +101,10 @@ class ServerRuntime:
             return self._run(run).wanted(step, job, tiles)
         except StepError:
             return []  # it is over
+
+    def cleave_clock(self) -> float:
+        """Seconds on this server's clock, by which devices time what they send."""
+        return time()
 
     # What the client calls
 
@@ -133,6 +141,12 @@ class ServerRuntime:
         """One weight or buffer as it is now."""
         tensor = self._training(run).weights[name].detach()
         return {"array": to_serialize(to_wire(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    def cleave_trace(self, run: str, since: int) -> dict[str, Any]:
+        """The rows of the trace from number `since` on, and the number to ask for next."""
+        trace, following = self._training(run).trace.since(since)
+        columns = {name: to_serialize(column) for name, column in trace.columns.items()}
+        return {"columns": columns, "names": dict(trace.names), "next": following}
 
     async def cleave_save(self, run: str, folder: str, keep: int) -> dict[str, Any]:
         """Write weights and optimizer state to a checkpoint."""

@@ -6,10 +6,10 @@ is the same bit for bit whatever the devices do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,11 +26,49 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Who made a tile, and how long it waited for operands and multiplied, as it says itself."""
+    """Who made a tile, and how long each part of it took, as the device says itself; the server adds what it saw."""
 
     device: str
     pull_seconds: float
     compute_seconds: float
+    queued_seconds: float = 0.0
+    upload_seconds: float = 0.0  # from the device's last number to the server's last byte
+    down_bytes: int = 0
+    arrived: float = 0.0  # seconds, on the server's clock
+
+    @classmethod
+    def of(
+        cls,
+        device: str,
+        pull_seconds: float,
+        compute_seconds: float,
+        *,
+        timing: Mapping[str, Any] | None = None,
+        arrived: float = 0.0,
+    ) -> Self:
+        """What a device says of a tile; what cannot be true becomes zero, so that a lie spoils its own row at most."""
+        told = timing or {}
+        sent = told.get("sent")
+        return cls(
+            str(device),
+            _seconds(pull_seconds),
+            _seconds(compute_seconds),
+            _seconds(told.get("queued")),
+            _seconds(arrived - sent) if isinstance(sent, int | float) else 0.0,
+            int(_seconds(told.get("down_bytes"), most=2**62)),
+            arrived,
+        )
+
+    @property
+    def started(self) -> float:
+        """When the device took the tile up, on the server's clock."""
+        before = self.pull_seconds + self.queued_seconds + self.compute_seconds + self.upload_seconds
+        return self.arrived - before
+
+
+def _seconds(told: Any, *, most: float = 1e6) -> float:
+    """A number that a device sent, if it is one and within reason."""
+    return float(told) if isinstance(told, int | float) and 0 <= told <= most else 0.0
 
 
 class TileRejected(Exception):

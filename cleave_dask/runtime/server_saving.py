@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cleave_dask._version import __version__
+from cleave_dask.errors import CheckpointError
 from cleave_dask.runtime.optimizers import restore, state_arrays, to_stored, to_tensor
 from cleave_dask.runtime.server_training import Training
 from cleave_dask.runtime.store import Expectation, State, TileStore
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = "weights/"
 
@@ -30,7 +35,19 @@ def _save(training: Training, folder: str, keep: int) -> dict[str, Any]:
         "random_state": training.random_state.hex(),
     }
     _store(training, folder, keep).save(training.updates, State(arrays, document))
+    _save_trace(training, Path(folder))
     return {"step": training.updates}
+
+
+def _save_trace(training: Training, folder: Path) -> None:
+    """Add what happened since the last save to the trace beside the checkpoint; it is worth no failed save."""
+    rows, following = training.trace.since(training.trace.saved)
+    try:
+        rows.append(folder / "trace")
+    except CheckpointError as error:
+        logger.warning("The trace up to step %s is not saved: %s", training.updates, error)
+    else:
+        training.trace.saved = following
 
 
 def restore_training(training: Training, folder: str, step: int | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
 from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice
 from cleave_dask.runtime.store import TileStore
+from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Training:
         self.step = -1  # the step in flight: one pass over one micro-batch
         self.values: dict[str, Any] = {}
         self.counters = Counters()
+        self.trace = Recorder()
         self._losses: list[float] = []
         self._readers: dict[str, int] = {}
         self._gatherings: dict[int, Gathering] = {}
@@ -122,14 +124,18 @@ class Training:
         """Take a tile that a device pushed; False if it is here already."""
         self._check_step(step)
         start = perf_counter()
+        gathering = self.gathering(job)
         try:
-            fresh = self.gathering(job).accept(tile, arrays)
-        except TileRejected:
+            fresh = gathering.accept(tile, arrays)
+        except TileRejected as error:
             with self._lock:
                 self.counters.rejected += 1
+            self._note(gathering.gemm, tile, attempt, perf_counter() - start, str(error), arrays)
             raise
+        seconds = perf_counter() - start
+        self._note(gathering.gemm, tile, attempt, seconds, ACCEPTED if fresh else DUPLICATE, arrays)
         with self._lock:
-            self.counters.spent["gather"] += perf_counter() - start
+            self.counters.spent["gather"] += seconds
             self.counters.spent["pull"] += attempt.pull_seconds
             self.counters.spent["compute"] += attempt.compute_seconds
             self.counters.tiles_of[attempt.device] += fresh
@@ -142,6 +148,15 @@ class Training:
         """Which of these tiles have not come yet."""
         self._check_step(step)
         return self.gathering(job).wanted(tiles)
+
+    def _note(
+        self, gemm: Gemm, tile: int, attempt: Attempt, seconds: float, outcome: str, arrays: Iterable[Any]
+    ) -> None:
+        """A row of the trace."""
+        told = (attempt.started, attempt.queued_seconds, attempt.pull_seconds, attempt.compute_seconds)
+        moved = (attempt.down_bytes, sum(getattr(array, "nbytes", 0) for array in arrays))
+        head = (self.updates + 1, gemm.name, tile, attempt.device)
+        self.trace.add((*head, *told, attempt.upload_seconds, seconds, outcome, *moved))
 
     def gathering(self, job: int) -> Gathering:
         """Where the tiles of a job are put together."""
@@ -224,6 +239,7 @@ class Training:
             self._losses = []
         self.values = {}
         self._gatherings = {}
+        self.trace.seal()
         return record
 
     def _collect_gradients(self) -> None:

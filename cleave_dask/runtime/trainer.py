@@ -33,6 +33,7 @@ from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.cluster import facts_of, inspect
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import pack
+from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
@@ -76,6 +77,7 @@ class Trainer:
         self._lowered: Lowered | None = None
         self._passes = 0
         self._deserted = False  # whether the user was told that no device is left
+        self._trace, self._traced = Trace.of(()), 0  # rows fetched so far, and the next to ask for
         self._run = uuid4().hex[:12]
         self._cluster = inspect(client)
         self._open(optimizer, schedule, clip_norm)
@@ -152,6 +154,16 @@ class Trainer:
     def lowered(self) -> Lowered:
         """The Dask graph of a step; there is none before the first step."""
         return self._ready()
+
+    @property
+    def trace(self) -> Trace:
+        """What happened since this trainer began, one row per tile attempt."""
+        answer = self._call("cleave_trace", since=self._traced)
+        self._traced = answer["next"]
+        names = {name: tuple(values) for name, values in answer["names"].items()}
+        everything = Trace.joined([self._trace, Trace(answer["columns"], names)])
+        self._trace = everything.where(slice(-MOST_ROWS, None))
+        return self._trace
 
     def _ready(self) -> Lowered:
         if self._lowered is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from distributed import Client
 
 from cleave_dask.errors import CheckpointError
+from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.trace import Trace
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
@@ -18,7 +21,8 @@ def trainer(client: Client, folder: Path | None, *, layers: int = 2) -> Trainer:
     module = models.llama(layers=layers)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    return Trainer(module, optimizer, client, checkpoint=folder, schedule=schedule)
+    cut = partial(plan, min_flops=0, grid=(2, 2, 2))  # a model so small would stay on the server
+    return Trainer(module, optimizer, client, checkpoint=folder, schedule=schedule, plan=cut)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(client: Client, tmp_path: Path) -> None:
@@ -47,6 +51,27 @@ def test_the_state_of_another_model_is_refused_and_nothing_changes(client: Clien
             other.resume()
         after = other.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_trace_has_a_row_for_every_tile_and_is_saved(client: Client, tmp_path: Path) -> None:
+    with trainer(client, tmp_path / "run") as training:
+        training.step(**models.tokens())
+        first = training.trace
+        assert set(first["step"].tolist()) == {1}
+        training.step(**models.tokens())
+        training.save()
+        trace, tiles = training.trace, sum(record["tiles"] for record in training.records)
+        assert trace.accepted.sum() == tiles == len(trace)
+        assert trace["up_bytes"].sum() == sum(record["up_bytes"] for record in training.records)
+        assert trace["down_bytes"].sum() == sum(record["down_bytes"] for record in training.records)
+        assert set(trace.names["gemm"]) == set(training.plan.by_gemm)
+        for column in ("download", "compute", "verify"):
+            assert (trace[column] > 0).all()
+        seconds = sum(record["seconds"] for record in training.records)
+        assert 0 < trace.of_step(1).seconds + trace.of_step(2).seconds < 1.5 * seconds
+        assert (trace["upload"] > 0).any()  # the first tiles are sent before the device knows the server's time
+        assert list(Trace.load(tmp_path / "run" / "trace")) == list(trace)
+        assert list(training.trace) == list(trace)
 
 
 def test_without_a_folder_the_remedy_is_named(client: Client) -> None:
