@@ -28,7 +28,7 @@ from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
-from cleave_dask.runtime.server_saving import restore_training, save_training
+from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
@@ -148,19 +148,23 @@ class ServerRuntime:
         columns = {name: to_serialize(column) for name, column in trace.columns.items()}
         return {"columns": columns, "names": dict(trace.names), "next": following}
 
-    async def cleave_save(self, run: str, folder: str, keep: int) -> dict[str, Any]:
+    async def cleave_save(self, run: str, folder: str, limits: dict[str, Any]) -> dict[str, Any]:
         """Write weights and optimizer state to a checkpoint."""
-        return await self._off_loop(save_training, self._training(run), folder, keep)
+        return await self._off_loop(save_training, self._training(run), folder, Limits(**limits))
 
-    async def cleave_restore(self, run: str, folder: str, step: int | None) -> dict[str, Any]:
+    async def cleave_restore(self, run: str, folder: str, step: int | None, limits: dict[str, Any]) -> dict[str, Any]:
         """Read weights and optimizer state from a checkpoint."""
-        return await self._off_loop(restore_training, self._training(run), folder, step)
+        answer = await self._off_loop(restore_training, self._training(run), folder, step, Limits(**limits))
+        found = answer["interrupted"]
+        if found is not None:
+            found.update({name: to_serialize(found[name]) for name in ("ranges", "owner")})
+        return answer
 
     def cleave_close(self, run: str) -> None:
         """Forget a run."""
         training = self.trainings.pop(run, None)
-        if training is not None and training.store is not None:
-            training.store.close()
+        if training is not None:
+            training.close()
 
     # What its own Dask tasks call
 

@@ -113,6 +113,16 @@ def _heads(gemm: Gemm, shape: tuple[int, ...], groups: Range) -> Range:
     return groups[0] * ratio, groups[1] * ratio
 
 
+def tile_forms(gemm: Gemm, tile: Tile) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each array of a tile, as its device sends it."""
+    if gemm.kind == "gemm":
+        return [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
+    return [
+        ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
+        for value in gemm.outputs
+    ]
+
+
 class Gathering:
     """The outputs of one job as they fill up; each tile is taken exactly once."""
 
@@ -159,15 +169,7 @@ class Gathering:
         """Shape and dtype of each array of a tile."""
         if not 0 <= number < len(self.tiles):
             raise TileRejected(f"tile {number} of a job of {len(self.tiles)} tiles")
-        gemm, tile = self.gemm, self.tiles[number]
-        wanted: list[tuple[tuple[int, ...], str]]
-        if gemm.kind == "gemm":
-            wanted = [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
-        else:
-            wanted = [
-                ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
-                for value in gemm.outputs
-            ]
+        wanted = tile_forms(self.gemm, self.tiles[number])
         if len(wanted) != count:
             raise TileRejected(f"{count} arrays for a tile of {len(wanted)}")
         return wanted

@@ -31,6 +31,7 @@ from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.cluster import facts_of, inspect
+from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import pack
 from cleave_dask.runtime.trace import MOST_ROWS, Trace
@@ -74,7 +75,9 @@ class Trainer:
         self._module = module
         self._accumulate = accumulate
         self._planner = plan
+        self.interrupted: Interrupted | None = None  # the step to go on with after a resume
         self._lowered: Lowered | None = None
+        self._own_plan: Plan | None = None  # while a step runs on the grid of one that was interrupted
         self._passes = 0
         self._deserted = False  # whether the user was told that no device is left
         self._trace, self._traced = Trace.of(()), 0  # rows fetched so far, and the next to ask for
@@ -89,7 +92,9 @@ class Trainer:
         for micro_args, micro_kwargs in _micro_batches(args, kwargs, self._accumulate):
             if self._lowered is None:
                 self._load(capture(self._module, *micro_args, **micro_kwargs))
+            self._take_up()
             record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs))
+        self._return()
         self.records.append(record)
         loss: float = record["loss"]
         return loss
@@ -192,12 +197,18 @@ class Trainer:
 
     def save(self) -> int:
         """Write weights and optimizer state to the checkpoint; returns the step they belong to."""
-        saved: int = self._call("cleave_save", folder=self._folder(), keep=int(config.get("checkpoint.keep")))["step"]
+        saved: int = self._call("cleave_save", folder=self._folder(), limits=_limits())["step"]
         return saved
 
     def resume(self) -> int:
-        """Go on from the newest whole step of the checkpoint; returns its number."""
-        step: int = self._call("cleave_restore", folder=self._folder(), step=None)["step"]
+        """Go on from the newest whole step of the checkpoint; returns its number.
+
+        If the step after it was interrupted, tiles of it that are on disk are used when the next step is that step.
+        """
+        answer = self._call("cleave_restore", folder=self._folder(), step=None, limits=_limits())
+        found = answer["interrupted"]
+        self.interrupted = None if found is None else Interrupted.of(found)
+        step: int = answer["step"]
         return step
 
     def close(self) -> None:
@@ -236,9 +247,27 @@ class Trainer:
 
     def _load(self, graph: StepGraph) -> None:
         """Plan the step on the fleet as it is now and hand the program to the server."""
-        plan = self._planner(graph, Fleet.from_workers(self._cluster.devices))
+        self._use(graph, self._planner(graph, Fleet.from_workers(self._cluster.devices)))
+
+    def _use(self, graph: StepGraph, plan: Plan) -> None:
         self._lowered = lower(graph, plan)
         self._call("cleave_program", graph=graph.to_json(), plan=to_serialize(plan))
+
+    def _take_up(self) -> None:
+        """Go on with the grid of a step that was interrupted, for that one step, if it pays."""
+        if self.interrupted is not None:
+            fleet = Fleet.from_workers(self._cluster.devices)
+            plan = better_plan(self.interrupted, self.graph, fleet, self.plan)
+            self.interrupted = None
+            if plan is not None:
+                self._own_plan = self.plan
+                self._use(self.graph, plan)
+
+    def _return(self) -> None:
+        """Go back to this trainer's own plan after a step on another grid."""
+        if self._own_plan is not None:
+            plan, self._own_plan = self._own_plan, None
+            self._use(self.graph, plan)
 
     def _call(self, call: str, **kwargs: Any) -> Any:
         """A call of the server's, for this run."""
@@ -254,6 +283,16 @@ class Trainer:
         if self.checkpoint is None:
             raise CheckpointError("this trainer has no checkpoint folder; give one: Trainer(..., checkpoint='run')")
         return str(self.checkpoint)
+
+
+def _limits() -> dict[str, Any]:
+    """What a run may leave on disk, by the settings."""
+    most = config.get("checkpoint.max_bytes")
+    return {
+        "keep": int(config.get("checkpoint.keep")),
+        "max_bytes": None if most is None else config.nbytes("checkpoint.max_bytes"),
+        "tiles": config.nbytes("checkpoint.tiles"),
+    }
 
 
 def submit(client: Client, run: str, step: int, skeleton: Skeleton) -> Future[Any]:
