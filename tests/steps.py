@@ -78,7 +78,8 @@ class Local:
             for number, job in enumerate(skeleton.jobs):
                 if number in multiplied or not set(job.after) <= ready:
                     continue
-                for spec in self.open(job.specs("run", step, number)):
+                specs = [spec for parcel, _, _ in job.parcels("run", step, number) for spec in parcel.specs()]
+                for spec in self.open(specs):
                     if done == stop_after:
                         return {}
                     self.multiply(spec)

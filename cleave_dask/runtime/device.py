@@ -150,10 +150,10 @@ class DeviceRuntime:
         specs = list(parcel.specs())
         tiles: list[asyncio.Task[None]] = []
         try:
-            if again:
+            if again or parcel.resumed:
                 call = self.worker.rpc(server).cleave_wanted
-                wanted = await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers)
-                specs = [spec for spec in reversed(specs) if spec.tile in set(wanted)]
+                wanted = set(await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers))
+                specs = [spec for spec in (reversed(specs) if again else specs) if spec.tile in wanted]
             tiles = [asyncio.ensure_future(self._tile(spec, server, parcel.rank + n)) for n, spec in enumerate(specs)]
             await asyncio.gather(*tiles)
         except OSError as error:

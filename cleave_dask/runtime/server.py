@@ -95,10 +95,10 @@ class ServerRuntime:
             return {"accepted": False, "why": str(error)}
         return {"accepted": True}
 
-    def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
+    async def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
         """Which of these tiles nobody has delivered yet: asked by a device that takes over a parcel."""
         try:
-            return self._run(run).wanted(step, job, tiles)
+            return await self._off_loop(self._run(run).wanted, step, job, tiles)
         except StepError:
             return []  # it is over
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -76,6 +77,7 @@ class Trainer:
         self._accumulate = accumulate
         self._planner = plan
         self.interrupted: Interrupted | None = None  # the step to go on with after a resume
+        self._resumed = False  # whether the step is one that was interrupted
         self._lowered: Lowered | None = None
         self._own_plan: Plan | None = None  # while a step runs on the grid of one that was interrupted
         self._passes = 0
@@ -105,7 +107,7 @@ class Trainer:
         self._passes += 1
         wired = {source: (to_serialize(to_wire(tensor)), _dtype(tensor)) for source, tensor in batch.items()}
         self._call("cleave_begin", step=step, batch=wired)
-        future = submit(self.client, self._run, step, self.lowered.skeleton)
+        future = submit(self.client, self._run, step, replace(self.lowered.skeleton, resumed=self._resumed))
         try:
             return self._wait(future)
         finally:
@@ -256,6 +258,7 @@ class Trainer:
     def _take_up(self) -> None:
         """Go on with the grid of a step that was interrupted, for that one step, if it pays."""
         if self.interrupted is not None:
+            self._resumed = True
             fleet = Fleet.from_workers(self._cluster.devices)
             plan = better_plan(self.interrupted, self.graph, fleet, self.plan)
             self.interrupted = None
@@ -265,6 +268,7 @@ class Trainer:
 
     def _return(self) -> None:
         """Go back to this trainer's own plan after a step on another grid."""
+        self._resumed = False
         if self._own_plan is not None:
             plan, self._own_plan = self._own_plan, None
             self._use(self.graph, plan)

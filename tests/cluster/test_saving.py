@@ -60,10 +60,11 @@ def test_the_trace_has_a_row_for_every_tile_and_is_saved(client: Client, tmp_pat
         assert set(first["step"].tolist()) == {1}
         training.step(**models.tokens())
         training.save()
-        trace, tiles = training.trace, sum(record["tiles"] for record in training.records)
-        assert trace.accepted.sum() == tiles == len(trace)
-        assert trace["up_bytes"].sum() == sum(record["up_bytes"] for record in training.records)
-        assert trace["down_bytes"].sum() == sum(record["down_bytes"] for record in training.records)
+        trace, records = training.trace, training.records
+        total = {name: sum(r[name] for r in records) for name in ("tiles", "retries", "up_bytes", "down_bytes")}
+        assert trace.accepted.sum() == total["tiles"] == len(trace) - total["retries"]
+        assert trace["up_bytes"].sum() == total["up_bytes"]
+        assert 0 < trace["down_bytes"].sum() <= total["down_bytes"]  # who loses a race to deliver may have fetched too
         assert set(trace.names["gemm"]) == set(training.plan.by_gemm)
         for column in ("download", "compute", "verify"):
             assert (trace[column] > 0).all()
