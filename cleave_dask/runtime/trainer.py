@@ -31,6 +31,7 @@ from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
+from cleave_dask.runtime.calling import ask
 from cleave_dask.runtime.cluster import facts_of, inspect
 from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
@@ -276,7 +277,7 @@ class Trainer:
     def _call(self, call: str, **kwargs: Any) -> Any:
         """A call of the server's, for this run."""
         try:
-            return self.client.sync(getattr(self.client.rpc(self._cluster.server), call), run=self._run, **kwargs)
+            return self.client.sync(ask, self.client, self._cluster.server, call, {"run": self._run, **kwargs})
         except OSError as error:
             raise ClusterError(
                 f"the server at {self._cluster.server} does not answer ({error}); "

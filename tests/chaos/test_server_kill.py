@@ -21,6 +21,7 @@ from distributed import Client
 from cleave_dask.errors import CheckpointError, CleaveError
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import facts_of
+from cleave_dask.runtime.interrupted import folders
 from cleave_dask.runtime.store import TileStore
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
@@ -32,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_trainer(client: Client, folder: Path, *, grid: tuple[int, int, int] = (2, 2, 2)) -> Trainer:
-    """Dropout, so that the random state matters."""
+    """Dropout, so that the random state matters; batch normalisation, so that buffers do."""
     torch.manual_seed(3)
-    module = models.opt(dropout=0.1)
+    module = models.mlp(dropout=0.1)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     return Trainer(module, optimizer, client, checkpoint=folder, plan=partial(plan, min_flops=0, grid=grid))
 
@@ -46,7 +47,7 @@ def go_on(trainer: Trainer, losses: dict[int, float], *, steps: int = STEPS) -> 
     except CheckpointError:
         done = 0
     for step in range(done, steps):
-        loss = trainer.step(**models.tokens(seed=step))
+        loss = trainer.step(**models.points(seed=step))
         assert losses.setdefault(step, loss) == loss, f"step {step} has another loss the second time"
         trainer.save()
 
@@ -78,9 +79,12 @@ def restart_server(fleet: LocalFleet, client: Client) -> None:
     until(lambda: not facts_of(client)["server"], "the scheduler to notice that the server is gone")
     spec = fleet.worker_spec[fleet.server_name]
     process = spec["cls"](fleet.scheduler_address, **spec["options"])
-    fleet.sync(process.start)
-    fleet.workers[fleet.server_name] = process
-    until(lambda: bool(facts_of(client)["server"]), f"a new server: {process.log}", seconds=120)
+    fleet.sync(process.start)  # type: ignore[no-untyped-call]
+    try:
+        until(lambda: process.dead or bool(facts_of(client)["server"]), "a new server", seconds=60)
+    finally:
+        assert facts_of(client)["server"], process.explain()
+    fleet.workers[fleet.server_name] = process  # not before: the cluster closes what stays away for 15 s
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,7 @@ def calm(client: Client, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     """The losses of a run that nobody disturbs, and its seconds."""
     losses: dict[int, float] = {}
     with make_trainer(client, tmp_path_factory.mktemp("calm")) as trainer:
-        trainer.step(**models.tokens(seed=0))  # captures and plans
+        trainer.step(**models.points())  # captures and plans
     start = monotonic()
     with make_trainer(client, tmp_path_factory.mktemp("calm")) as trainer:
         go_on(trainer, losses)
@@ -111,16 +115,18 @@ def instant(chance: random.Random, folder: Path, seconds: float) -> Callable[[],
     """When to kill: by the clock, in the middle of a save, or in the middle of a step."""
     moment = monotonic() + chance.uniform(0.1, 1.0) * seconds
     step = chance.randrange(1, STEPS)
-    tiles = chance.randrange(60)
+    tiles = chance.randrange(20)
     return [
         lambda: monotonic() > moment,
         lambda: any(folder.glob(f".writing-step-{step:08d}.*")),
-        lambda: any(folder.glob(f"step-{step:08d}.*")) and len(on_disk(folder)) > tiles,
+        lambda: on_disk(folder, step) > tiles,
     ][chance.randrange(3)]
 
 
-def on_disk(folder: Path) -> list[Path]:
-    return list(folder.glob("inflight-*/tiles/*/0/c.*.0"))
+def on_disk(folder: Path, step: int) -> int:
+    """Tiles on disk of the step after the save of this one."""
+    started = [place for place, content in folders(folder) if content["save"].startswith(f"step-{step:08d}")]
+    return sum(1 for place in started for _ in place.glob("tiles/*/0/c.*.0"))
 
 
 def test_a_killed_server_changes_no_bit_of_the_loss(
@@ -129,24 +135,22 @@ def test_a_killed_server_changes_no_bit_of_the_loss(
     chance = random.Random(chaos_seed)
     expected, seconds = calm
     losses: dict[int, float] = {}
-    for _ in range(2):
-        trainer = make_trainer(client, tmp_path)
-        killer = Killer(fleet.server_pid, instant(chance, tmp_path, seconds))
-        try:
-            go_on(trainer, losses)
-        except CleaveError:
-            assert killer.struck
-        killer.stop()
-        if killer.struck:
-            restart_server(fleet, client)
-            store = TileStore(tmp_path)
-            assert all(store.verify(step) for step in store.steps())
-            assert not losses or max(losses, default=0) <= max(store.steps(), default=0)
-        else:
-            trainer.close()
+    trainer = make_trainer(client, tmp_path)
+    killer = Killer(fleet.server_pid, instant(chance, tmp_path, seconds))
+    try:
+        go_on(trainer, losses)
+    except CleaveError:
+        assert killer.struck
+    killer.stop()
+    if killer.struck:
+        restart_server(fleet, client)
+        steps = TileStore(tmp_path).steps()
+        assert all(TileStore(tmp_path).verify(step) for step in steps)
+        assert max(steps, default=0) >= len(losses) - 1, "at most the last step is lost"
+    else:
+        trainer.close()
     with make_trainer(client, tmp_path) as trainer:
         go_on(trainer, losses)
-        assert trainer.state_dict()
     assert losses == expected
 
 
@@ -161,23 +165,20 @@ def test_tiles_of_the_interrupted_step_are_used_again(
     """Also by a run that would cut its gemms in another way: it takes over the grid for that one step."""
     expected, _ = calm
     trainer = make_trainer(client, tmp_path)
-    killer = Killer(
-        fleet.server_pid, lambda: (tmp_path / "step-00000002.0002").is_dir() and len(on_disk(tmp_path)) > 40
-    )
+    killer = Killer(fleet.server_pid, lambda: on_disk(tmp_path, 2) > 5)
     with pytest.raises(CleaveError):
         go_on(trainer, {})
     killer.stop()
     restart_server(fleet, client)
-    there = len(on_disk(tmp_path))
+    there = on_disk(tmp_path, 2)
     with make_trainer(client, tmp_path, grid=grid) as again:
-        done = again.resume()
-        assert done in (2, 3)
-        kept = again.interrupted.done if again.interrupted else 0
-        assert again.step(**models.tokens(seed=done)) == expected[done]
+        assert again.resume() == 2
+        assert again.step(**models.points(seed=2)) == expected[2]
         record = again.records[-1]
-        assert record["reused"] == kept >= (there if done == 2 else 0)
-        assert record["reused"] + record["tiles"] == sum(len(tiles) for tiles in trainer.plan.by_gemm.values())
-        again.step(**models.tokens(seed=done + 1))
+        assert record["reused"] == there > 5
+        assert record["reused"] + record["tiles"] == len(trainer.plan.tiles)
+        assert record["retries"] == 0
+        again.step(**models.points(seed=3))
         assert again.records[-1]["tiles"] == len(again.plan.tiles)
         assert again.records[-1]["reused"] == 0
 
@@ -202,7 +203,7 @@ def test_a_killed_client_changes_no_bit_of_the_loss(
         until(
             lambda: process.poll() is not None or (tmp_path / "step-00000002.0002").is_dir(), "two steps", seconds=120
         )
-        until(lambda: process.poll() is not None or bool(on_disk(tmp_path)), "tiles of the third")
+        until(lambda: process.poll() is not None or on_disk(tmp_path, 2) > 0, "tiles of the third")
     finally:
         process.kill()
         process.wait()
