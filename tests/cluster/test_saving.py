@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import dask
 import pytest
 import torch
 from distributed import Client
 
 from cleave_dask.errors import CheckpointError
 from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.store import TileStore
 from cleave_dask.runtime.trace import Trace
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
@@ -94,3 +96,20 @@ def test_the_run_of_a_client_that_left_makes_room(fleet: LocalFleet, client: Cli
         assert training.resume() == 1
         training.step(**models.tokens())
         assert training.save() == 2
+
+
+def test_a_save_that_fails_costs_nothing_but_itself(client: Client, tmp_path: Path) -> None:
+    batches = [models.tokens(seed=seed) for seed in range(3)]
+    with trainer(client, None) as calm:
+        expected = [calm.step(**batch) for batch in batches]
+    with trainer(client, tmp_path / "run") as training:
+        losses = [training.step(**batches[0])]
+        assert training.save() == 1
+        losses.append(training.step(**batches[1]))
+        limit = dask.config.set({"cleave.checkpoint.max_bytes": "1 kB"})
+        with limit, pytest.raises(CheckpointError, match=r"max_bytes is 1 kB; set it to at least \d+"):
+            training.save()
+        losses.append(training.step(**batches[2]))
+        assert losses == expected
+        assert training.save() == 3
+    assert TileStore(tmp_path / "run").steps() == (1, 3)
