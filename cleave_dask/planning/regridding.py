@@ -52,8 +52,8 @@ def _check(name: str, shape: Shape, ranges: Ints) -> None:
 def _owners(tiles: Tiles, shape: Shape, fleet: Fleet, rates: Rates) -> Ints:
     """The device of each tile, by its position in the fleet."""
     here = {device.name: place for place, device in enumerate(fleet.devices)}
-    moved = np.array([here.get(name, -1) for name in tiles.names], dtype=np.int64)
-    owner = moved[tiles.owner]
+    moved = np.array([*(here.get(name, -1) for name in tiles.names), -1], dtype=np.int64)
+    owner = moved[np.minimum(tiles.owner, len(tiles.names))]
     size = footprint(shape, (tiles.ranges[:, 1::2] - tiles.ranges[:, 0::2]).astype(np.float64))
     owner[size * IN_FLIGHT > rates.memory[owner]] = -1  # a device may have come back with less
     homeless = np.flatnonzero(owner < 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from cleave_dask.runtime.interrupted import find_interrupted
 from cleave_dask.runtime.optimizers import restore, state_arrays, to_stored, to_tensor
 from cleave_dask.runtime.server_training import Training
 from cleave_dask.runtime.store import Expectation, State, TileStore
-from cleave_dask.runtime.tiles_in_flight import Start
+from cleave_dask.runtime.tiles_in_flight import Start, discard_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,14 @@ def _save(training: Training, folder: str, limits: Limits) -> dict[str, Any]:
         "optimizer": optimizer,
         "random_state": training.random_state.hex(),
     }
-    identity = _store(training, folder, limits).save(training.updates, State(arrays, document))
+    store, state = _store(training, folder, limits), State(arrays, document)
+    try:
+        identity = store.save(training.updates, state)
+    except CheckpointError as error:
+        full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or not discard_tiles(Path(folder)):
+            raise
+        identity = store.save(training.updates, state)  # a step that is done is worth more than tiles of it
     training.flight.start_from(Start(Path(folder), identity, limits.tiles))
     _save_trace(training, Path(folder))
     return {"step": training.updates}

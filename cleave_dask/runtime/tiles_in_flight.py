@@ -230,6 +230,14 @@ def _digest(chain: str, lowered: Lowered, batch: Mapping[str, Numbers], random_s
     return hashed.hexdigest()
 
 
+def discard_tiles(folder: Path) -> bool:
+    """Free the space of all tiles on disk; whether there were any."""
+    found = [*folder.glob(f"{PREFIX}*"), *folder.glob(f".writing-{PREFIX}*")]
+    for place in found:
+        shutil.rmtree(place, ignore_errors=True)
+    return bool(found)
+
+
 def _remove_others(start: Start) -> None:
     """Remove tiles of steps that started from another save."""
     mine = {folder for folder, content in folders(start.folder) if content["save"] == start.identity}

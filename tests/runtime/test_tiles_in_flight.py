@@ -12,10 +12,12 @@ import pytest
 import torch
 import zarr
 
+from cleave_dask.errors import CheckpointError
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime import tiles_in_flight
 from cleave_dask.runtime.background import Background
 from cleave_dask.runtime.server_saving import Limits
+from cleave_dask.runtime.store import TileStore
 from cleave_dask.runtime.zarr_files import Numbers, size_of, write_chunk
 from tests import models
 from tests.steps import LIMITS, Batch, Local
@@ -227,6 +229,25 @@ def test_a_disk_that_fails_stops_the_tiles_and_not_the_step(tmp_path: Path, monk
     assert run.training.flight.current is None
     run.training.flight.settle()
     assert on_disk(tmp_path) == []
+
+
+def test_a_save_takes_the_space_of_tiles_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = local()
+    run.step(batch(0))
+    run.save(tmp_path)
+    run.step(batch(1))
+    run.training.flight.settle()
+    assert on_disk(tmp_path)
+    monkeypatch.setattr(TileStore, "_free", lambda self: 0 if on_disk(self.folder) else 1 << 40)
+    run.save(tmp_path)
+    assert (TileStore(tmp_path).steps(), on_disk(tmp_path)) == ((1, 2), [])
+    monkeypatch.setattr(TileStore, "_free", lambda self: 0)
+    run.step(batch(2))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.save(tmp_path)
+    monkeypatch.undo()
+    run.save(tmp_path)
+    assert TileStore(tmp_path).steps() == (1, 2, 3)
 
 
 def test_tiles_in_flight_are_zarr(tmp_path: Path) -> None:
