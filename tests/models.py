@@ -104,5 +104,7 @@ def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
 def many_parcels(count: int, device: str, after: tuple[int, ...] = ()) -> JobSkeleton:
     """A job of `count` parcels of one tile each, all for one device; good for submitting, not for computing."""
     cuts = np.arange(count * 7, dtype=np.int32).reshape(count, 7)
-    ends, works = tuple(range(1, count + 1)), np.ones((count, 3))
-    return JobSkeleton("gemm", "float32", False, None, cuts, ends, (device,) * count, works, after, rank=0)
+    ends, works = tuple(range(1, count + 1)), np.ones((count, 4))
+    return JobSkeleton(
+        "gemm", "float32", False, None, cuts, ends, (device,) * count, works, after, rank=0, filler=False
+    )

@@ -440,9 +440,28 @@ def test_profile_is_an_entry_of_a_fleet_file(tmp_path: Path) -> None:
     result = run("profile", "--json")
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
-    assert set(printed) == {"name", "kernel", "cores", "flops", "memory"}
+    assert set(printed) == {"name", "kernel", "cores", "flops", "memory", "kernels"}
     assert printed["flops"] > 1e6
+    assert printed["kernels"]["numpy"] > 1e6
     entry = run("profile").stdout
     assert tomllib.loads(entry)["device"][0]["name"] == printed["name"]
     (tmp_path / "fleet.toml").write_text(entry)
     assert len(cleave_dask.Fleet.load(tmp_path / "fleet.toml")) == 1
+
+
+def test_profile_is_added_to_a_fleet_file_or_the_file_stays_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    for name in ("one", "other"):
+        result = run("profile", "--write", str(file), "--name", name)
+        assert result.exit_code == 0, result.stderr
+    assert [device.name for device in cleave_dask.Fleet.load(file).devices] == ["one", "other"]
+    before = file.read_text()
+    again = run("profile", "--write", str(file), "--name", "one")
+    assert again.exit_code == 2
+    assert "two devices are called 'one'" in again.stderr
+    assert "give another --name" in again.stderr
+    assert file.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["fleet.toml"]
+    nowhere = run("profile", "--scheduler", "tcp://127.0.0.1:9")
+    assert nowhere.exit_code == 1
+    assert "no scheduler answers" in nowhere.stderr

@@ -17,7 +17,8 @@ import click
 from cleave_dask._version import __version__
 from cleave_dask.cli.exporting import export
 from cleave_dask.cli.frame import CleaveGroup, debug_option
-from cleave_dask.cli.inspecting import plan, profile
+from cleave_dask.cli.inspecting import plan
+from cleave_dask.cli.profiling import profile
 from cleave_dask.cli.serving import serve
 from cleave_dask.cli.training import train
 

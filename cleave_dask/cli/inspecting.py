@@ -1,9 +1,7 @@
-"""`cleave plan` and `cleave profile`: numbers before anything runs."""
+"""`cleave plan`: numbers before anything runs."""
 
 from __future__ import annotations
 
-import json
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,40 +130,3 @@ def _print_plan(plan: Plan, gemms: int, devices: int) -> None:
     ):
         table.add_row(*row)
     make_console().print(table)
-
-
-@click.command()
-@json_option
-@debug_option
-def profile(as_json: bool) -> None:
-    """Measure this machine as a device.
-
-    The speed of its kernel, its memory and its cores, as an entry for a fleet file.
-    """
-    from dask.system import CPU_COUNT
-    from distributed.system import MEMORY_LIMIT
-
-    from cleave_dask import config
-    from cleave_dask.fleet.devices import WORKER_DEFAULTS
-    from cleave_dask.runtime.kernels import load_kernel, measure_flops, use_threads
-
-    kernel = load_kernel(config.get("device.kernel"))
-    use_threads(CPU_COUNT)
-    facts: dict[str, Any] = {
-        "name": socket.gethostname(),
-        "kernel": kernel.name,
-        "cores": CPU_COUNT,
-        "flops": measure_flops(kernel, seconds=1.0),
-        "memory": MEMORY_LIMIT,
-    }
-    if as_json:
-        print_json(facts)
-        return
-    click.echo(f"# {facts['name']}: kernel {facts['kernel']} on {facts['cores']} cores. As an entry of a fleet file:")
-    click.echo("[[device]]")
-    click.echo(f"name = {json.dumps(facts['name'])}")
-    click.echo(f'flops = "{quantity(facts["flops"], "FLOP/s")}"   # measured, float32')
-    click.echo(f'memory = "{quantity(facts["memory"], "B")}"   # all of it; lower it to what you lend')
-    for side in ("down", "up"):
-        click.echo(f'{side} = "{quantity(8 * WORKER_DEFAULTS[side], "bit/s")}"   # not measured; put in your own')
-    click.echo(f'latency = "{duration(WORKER_DEFAULTS["latency"])}"   # not measured; put in your own')

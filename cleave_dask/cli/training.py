@@ -56,7 +56,9 @@ class Options:
 
 @click.command()
 @recipe_argument
-@fleet_option(required=False, explain="Start the devices of this fleet on this machine.")
+@fleet_option(
+    required=False, explain="Emulate the devices of this fleet on this machine, held to their links and speeds."
+)
 @click.option(
     "--devices",
     type=click.IntRange(1, fleets.MOST_DEVICES),

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from cleave_dask.graph.ir import Gemm, Kind, Operand, Value
+from cleave_dask.graph.ir import BACKWARD_WORK, Gemm, Kind, Operand, Value
 from cleave_dask.graph.torch_ops import dtype_name
 
 aten = torch.ops.aten
 
 Names = dict[fx.Node, str]
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-BACKWARD_WORK = 2.5  # products in the backward of an attention, for each in its forward
 
 
 def gemm_of(node: fx.Node, names: Names) -> Gemm | None:

@@ -26,6 +26,9 @@ Range = tuple[int, int]
 Kind = Literal["gemm", "bmm", "attention", "attention_backward"]
 Role = Literal["forward", "dX", "dW"]
 
+BACKWARD_WORK = 2.5
+"""Products in the backward of an attention, for each in its forward."""
+
 ITEMSIZE = {
     "float64": 8,
     "float32": 4,

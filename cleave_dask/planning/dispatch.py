@@ -4,10 +4,11 @@ A parcel is what a device is sent at once: tiles of one gemm that travel as one 
 left, paused, was heard of; a parcel is ready, ended, is unwanted; time passed), placements come out. The scheduler's
 plugin and the simulator drive this same object.
 
-A parcel waits in the queue of the device it was planned for. A device has a small window of parcels in flight; when it
-has room it takes the next of its own, then one that is planned for nobody, then one from the device with the longest
-work still waiting, if it would be through before that device. So a plan is followed while it holds, and a device that
-joins late, or is faster than planned, still finds work.
+A parcel waits in the queue of the device it was planned for, and a device has a small window of parcels in flight. When
+there is room it takes the next of its own, then one that is planned for nobody, then one from the device with the
+longest work still waiting, if it would be through before that device. So a plan is followed while it holds, and a device
+that joins late, or is faster than planned, still finds work. Filler, which nobody waits for, is sent while the window
+has room; a parcel of the critical path only counts others of its kind, because a device turns to it first.
 
 Lateness. A device should show something, a finished parcel, within FACTOR times what its largest parcel in flight takes
 by its figures and its pace so far, plus GRACE. If it does not, its parcels in flight are handed to others, and it gets
@@ -57,6 +58,7 @@ class _Parcel:
     number: int
     planned: str | None
     work: Work
+    filler: bool
     queue: str | None = None  # where it waits
     holder: str | None = None  # who has it
     sent: float = 0.0
@@ -67,6 +69,7 @@ class _Parcel:
 class _Device:
     figures: Figures
     flying: dict[ParcelId, None] = field(default_factory=dict)  # in the order in which they were sent
+    critical: int = 0  # parcels in flight that are no filler
     pace: float | None = None  # observed seconds over expected ones; unknown until its first parcel is done
     backlog: float = 0.0  # seconds of work that waits for it
     heard: float = 0.0
@@ -121,7 +124,7 @@ class Dispatcher:
 
     def expected(self, parcel: ParcelId, device: str) -> float:
         """Seconds that a parcel is expected to take on a device, by its figures and its pace so far."""
-        return self._seconds(self._parcels[parcel].work, self._devices[device])
+        return self._seconds(self._parcels[parcel], self._devices[device])
 
     # Events: devices
 
@@ -163,7 +166,9 @@ class Dispatcher:
 
     # Events: parcels
 
-    def parcel_ready(self, parcel: ParcelId, rank: int, planned: str | None, work: Work, now: float) -> str | None:
+    def parcel_ready(
+        self, parcel: ParcelId, rank: int, planned: str | None, work: Work, now: float, *, filler: bool = False
+    ) -> str | None:
         """A parcel's operands are there; returns the device that it is sent to at once, if any.
 
         That is its planned device when it has room and nothing else waits for it. Otherwise the parcel waits, for that
@@ -174,11 +179,11 @@ class Dispatcher:
             return known.holder
         self._pushed += 1
         late_on = known.late_on if known else ()
-        this = self._parcels[parcel] = _Parcel(rank, self._pushed, planned, work, late_on=late_on)
+        this = self._parcels[parcel] = _Parcel(rank, self._pushed, planned, work, filler, late_on=late_on)
         state = self._devices.get(planned) if planned is not None else None
         if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
             self._wait(parcel, this, _ANYONE)
-        elif len(state.flying) < self.window and not self._queues[planned]:
+        elif self._room(state, this) and not self._queues[planned]:
             self._send(parcel, this, planned, now)
             return planned
         else:
@@ -192,7 +197,7 @@ class Dispatcher:
             return
         state = self._devices.get(this.holder) if this.holder is not None else None
         if state is not None and this.holder is not None:
-            del state.flying[parcel]
+            self._drop(state, parcel)
             if done:
                 self._observe(state, this, now)
             state.since = now
@@ -210,7 +215,9 @@ class Dispatcher:
         if this.queue is not None:
             self._leave_queue(this)
         if this.holder is not None:
-            del self._devices[this.holder].flying[parcel]
+            self._parcels[parcel] = this
+            self._drop(self._devices[this.holder], parcel)
+            del self._parcels[parcel]
             self._has_room(this.holder)
 
     # Instructions
@@ -223,7 +230,7 @@ class Dispatcher:
             device = self._free.popleft()
             self._listed.discard(device)
             state = self._devices.get(device)
-            if state is None or not state.active or len(state.flying) >= self.window:
+            if state is None or not state.active or state.critical >= self.window:
                 continue
             parcel = self._next(device, state)
             if parcel is None:
@@ -254,6 +261,7 @@ class Dispatcher:
                 this.holder, this.late_on = None, (*this.late_on, name)
                 late.append(Handover(parcel, name))
             state.flying.clear()
+            state.critical = 0
             active -= state.active
             state.since, state.silent = now, True
             self._settled(name, state)
@@ -272,8 +280,8 @@ class Dispatcher:
         """Whether anybody but this device can take parcels."""
         return any(state.active for name, state in self._devices.items() if name != device)
 
-    def _seconds(self, work: Work, state: _Device) -> float:
-        return state.figures.seconds(work) * (self.pace if state.pace is None else state.pace)
+    def _seconds(self, this: _Parcel, state: _Device, *, alone: bool = False) -> float:
+        return state.figures.seconds(this.work, alone=alone) * (self.pace if state.pace is None else state.pace)
 
     def _observe(self, state: _Device, this: _Parcel, now: float) -> None:
         """A device's pace, from the time between its results."""
@@ -285,14 +293,14 @@ class Dispatcher:
     def _next(self, device: str, state: _Device) -> ParcelId | None:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
         for queue in (device, _ANYONE):
-            parcel = self._first(queue, device)
+            parcel = self._first(queue, device, state)
             if parcel is not None and not (self._sluggish(state) and self._better_left(parcel, state)):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
         victim = self._most_behind(device)
         if victim is not None:
-            parcel = self._first(victim, device)
-            if parcel is not None and self._seconds(self._parcels[parcel].work, state) < self._behind(victim):
+            parcel = self._first(victim, device, state)
+            if parcel is not None and self._seconds(self._parcels[parcel], state, alone=True) < self._behind(victim):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
         return None
@@ -306,11 +314,11 @@ class Dispatcher:
 
     def _better_left(self, parcel: ParcelId, state: _Device) -> bool:
         """Whether others would be through with everything that waits before this device were through with a parcel."""
-        here = self._seconds(self._parcels[parcel].work, state)
+        here = self._seconds(self._parcels[parcel], state, alone=True)
         there = state.figures.seconds(self._parcels[parcel].work) * self.pace
         return here > there * (SLUGGISH + self._waiting / len(self._devices))
 
-    def _first(self, queue: str, device: str) -> ParcelId | None:
+    def _first(self, queue: str, device: str, state: _Device) -> ParcelId | None:
         """The first parcel of a queue that this device may have; those that left the queue are dropped on the way."""
         heap = self._queues[queue]
         skipped: list[tuple[int, int, ParcelId]] = []
@@ -324,7 +332,7 @@ class Dispatcher:
             if device in this.late_on and self._others(device):
                 skipped.append(heappop(heap))
                 continue
-            found = parcel
+            found = parcel if self._room(state, this) else None
             break
         for entry in skipped:
             heappush(heap, entry)
@@ -369,6 +377,15 @@ class Dispatcher:
     def _send(self, parcel: ParcelId, this: _Parcel, device: str, now: float) -> None:
         this.holder, this.sent = device, now
         self._devices[device].flying[parcel] = None
+        self._devices[device].critical += not this.filler
+
+    def _drop(self, state: _Device, parcel: ParcelId) -> None:
+        del state.flying[parcel]
+        state.critical -= not self._parcels[parcel].filler
+
+    def _room(self, state: _Device, this: _Parcel) -> bool:
+        """Whether a device may have one more parcel of this kind in flight."""
+        return (len(state.flying) if this.filler else state.critical) < self.window
 
     def _has_room(self, device: str) -> None:
         if device not in self._listed and device in self._devices:

@@ -18,11 +18,12 @@ LEAST_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a parcel costs, whoever does it."""
+    """What a parcel costs."""
 
     flops: float = 0.0
-    down_bytes: float = 0.0
+    down_bytes: float = 0.0  # on its planned device, which has the slices of its parcels before
     up_bytes: float = 0.0
+    alone_bytes: float = 0.0  # down, on any other device
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +35,37 @@ class Figures:
     up: float  # bytes per second
     latency: float = 0.0  # seconds, of one direction
 
-    def seconds(self, work: Work) -> float:
-        """How long a parcel takes from sent to accepted if nothing overlaps."""
-        moving = work.down_bytes / self.down + work.up_bytes / self.up + 2 * ROUND_TRIPS * self.latency
+    def seconds(self, work: Work, *, alone: bool = False) -> float:
+        """How long a parcel takes from sent to accepted if nothing overlaps; alone: without slices from others."""
+        down = work.alone_bytes if alone else work.down_bytes
+        moving = down / self.down + work.up_bytes / self.up + 2 * ROUND_TRIPS * self.latency
         return max(LEAST_SECONDS, moving + work.flops / self.flops)
 
 
-def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ints) -> Floats:
-    """(parcels, 3): flops, bytes down and bytes up of each parcel.
+def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ints, device: Ints) -> Floats:
+    """(parcels, 4): flops, bytes down, bytes up and bytes down alone, of each parcel.
 
-    `ranges` are those of the tiles (rows, cols, ks, each start and stop) and `parcel` says which each belongs to.
+    `ranges` are those of the tiles (rows, cols, ks, each start and stop); `parcel` and `device` say whose each is.
     """
     shape, count = Shape.of(gemm), int(parcel.max(initial=-1)) + 1
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
     results = size[:, 0] * size[:, 1]
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
+    down = alone = results * shape.down_bytes
     if shape.kind == "gemm":
-        down = sum(
-            size[:, axis] * size[:, 2] * shape.down_bytes * _first(parcel, ranges[:, [2 * axis, 4]]) for axis in (0, 1)
-        )
-    else:
-        down = results * shape.down_bytes
-    columns = flops, down, results * shape.up_bytes
+        slices = [(size[:, axis] * size[:, 2] * shape.down_bytes, ranges[:, [2 * axis, 4]]) for axis in (0, 1)]
+        down = np.sum([nbytes * first_with_slice(device, starts) for nbytes, starts in slices], axis=0)
+        alone = np.sum([nbytes * first_with_slice(parcel, starts) for nbytes, starts in slices], axis=0)
+    columns = flops, down, results * shape.up_bytes, alone
     return np.column_stack([np.bincount(parcel, column, minlength=count) for column in columns])
 
 
-def _first(parcel: Ints, starts: Ranges) -> Floats:
-    """1 for the first tile of each parcel that has an operand slice, 0 for those that share it."""
-    _, first = np.unique(np.column_stack([parcel, starts]), axis=0, return_index=True)
-    found = np.zeros(len(parcel))
+def first_with_slice(owner: Ints, starts: Ranges) -> Floats:
+    """1 for the first tile of each owner that has an operand slice, 0 for those that share it."""
+    key = np.column_stack([owner, starts]).astype(np.int64)
+    order = np.lexsort(key.T)
+    new = np.concatenate([[True], (key[order][1:] != key[order][:-1]).any(axis=1)])
+    first = order[new]  # lexsort is stable: the first of its kind
+    found = np.zeros(len(owner))
     found[first] = 1.0
     return found

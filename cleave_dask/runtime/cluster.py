@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any
 
 from distributed import Client
 from distributed.comm import CommClosedError
 
+from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import ClusterError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +26,11 @@ class Cluster:
 
 
 def inspect(client: Client) -> Cluster:
-    """The cluster behind `client`, or a ClusterError that says what it lacks."""
-    facts = facts_of(client)
+    """The cluster behind `client`, or a ClusterError that says what it lacks.
+
+    It waits a while for devices that are measuring themselves.
+    """
+    facts = _measured_facts(client)
     if facts["version"] != __version__:
         raise ClusterError(
             f"the scheduler runs cleave-dask {facts['version']}, this client {__version__}; install the same version"
@@ -41,6 +49,20 @@ def inspect(client: Client) -> Cluster:
         raise ClusterError(_no_devices(sorted(facts["stranger"])))
     (server,) = servers.values()
     return Cluster(server["address"], facts["device"])
+
+
+def _measured_facts(client: Client) -> dict[str, Any]:
+    """What the scheduler says of the cluster, once devices know their figures or have had the time to."""
+    deadline = monotonic() + config.seconds("timeouts.measuring")
+    while True:
+        facts = facts_of(client)
+        open_devices = [name for name, device in facts["device"].items() if device.get("measuring")]
+        if not open_devices or not facts["server"]:
+            return facts
+        if monotonic() > deadline:
+            logger.warning("Planning with defaults for devices that still measure: %s", ", ".join(open_devices[:5]))
+            return facts
+        sleep(0.1)
 
 
 def facts_of(client: Client) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -26,9 +27,12 @@ from distributed.system import MEMORY_LIMIT
 
 from cleave_dask import config
 from cleave_dask._version import __version__
-from cleave_dask.fleet.units import Dimension, parse
+from cleave_dask.errors import CleaveError
 from cleave_dask.runtime.clock import ServerClock
-from cleave_dask.runtime.kernels import Kernel, load_kernel, measure_flops, use_threads
+from cleave_dask.runtime.kernels import use_threads
+from cleave_dask.runtime.lending import Lent, read_settings
+from cleave_dask.runtime.measuring import measure_in_turn
+from cleave_dask.runtime.pausing import watch_pause_file
 from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, slice_names
 
 logger = logging.getLogger(__name__)
@@ -38,9 +42,6 @@ PULLS = 2
 
 _DATA_CALLS = ("get_data", "gather", "update_data")
 """Calls by which other workers would fetch from this one, or put data on it: a device takes none of them."""
-
-_FIGURES: dict[str, Dimension] = {"flops": "flop/s", "down": "bytes/s", "up": "bytes/s", "latency": "seconds"}
-"""Settings of a device that are its figures in a plan."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -130,16 +131,18 @@ class SliceCache:
 class DeviceRuntime:
     """What a device keeps between tiles: its kernel, its slices, the one thread that multiplies."""
 
-    def __init__(self, worker: Worker, kernel: Kernel, cores: int, memory: int) -> None:
+    def __init__(self, worker: Worker, lent: Lent) -> None:
         self.worker = worker
-        self.kernel = kernel
-        self.cache = SliceCache(min(config.nbytes("device.cache"), memory // 2))
+        self.kernel = lent.kernel
+        self.links = lent.links
+        self.cache = SliceCache(min(config.nbytes("device.cache"), lent.memory // 2))
         window = int(config.get("device.window"))
         self.places, self.pulls = Gate(window), Gate(PULLS)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
         self._asking: asyncio.Task[None] | None = None
-        use_threads(cores)
+        self.background: list[asyncio.Task[None]] = []
+        use_threads(lent.cores)
 
     async def run(self, parcel: ParcelSpec, server: str, again: bool) -> int:
         """All tiles of a parcel; of one that was somebody else's before, those that are still wanted, last ones first.
@@ -149,6 +152,7 @@ class DeviceRuntime:
         self._set_clock(server)
         specs = list(parcel.specs())
         tiles: list[asyncio.Task[None]] = []
+        await self.links.assigned()
         try:
             if again or parcel.resumed:
                 call = self.worker.rpc(server).cleave_wanted
@@ -156,6 +160,7 @@ class DeviceRuntime:
                 specs = [spec for spec in (reversed(specs) if again else specs) if spec.tile in wanted]
             tiles = [asyncio.ensure_future(self._tile(spec, server, parcel.rank + n)) for n, spec in enumerate(specs)]
             await asyncio.gather(*tiles)
+            await self.links.reported()
         except OSError as error:
             logger.warning("A parcel of job %s could not reach the server: %s", parcel.job, error)
             await asyncio.sleep(0.1)
@@ -191,17 +196,20 @@ class DeviceRuntime:
             "sent": self.clock.now(),
             "down_bytes": sum(operand.nbytes for operand, new in zip(operands, fresh, strict=True) if new),
         }
-        answer = await self.worker.rpc(server).cleave_push(
-            run=spec.run,
-            step=spec.step,
-            job=spec.job,
-            tile=spec.tile,
-            device=str(self.worker.name),
-            pull_seconds=pulled - entered,
-            compute_seconds=seconds,
-            timing=timing,
-            arrays=[to_serialize(result) for result in results],
-        )
+        message = {
+            "run": spec.run,
+            "step": spec.step,
+            "job": spec.job,
+            "tile": spec.tile,
+            "device": str(self.worker.name),
+            "pull_seconds": pulled - entered,
+            "compute_seconds": seconds,
+            "timing": timing,
+            "moved": self.links.observed(),
+            "arrays": [to_serialize(result) for result in results],
+        }
+        nbytes = sum(result.nbytes for result in results)
+        answer = await self.links.push(lambda: self.worker.rpc(server).cleave_push(**message), nbytes)
         if not answer["accepted"]:
             logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
             raise Reschedule
@@ -225,8 +233,10 @@ class DeviceRuntime:
 
     async def _fetch(self, server: str, name: SliceName) -> Array:
         run, step, job, operand, first, second = name
-        answer = await self.worker.rpc(server).cleave_pull(
-            run=run, step=step, job=job, operand=operand, first=first, second=second
+        question = {"run": run, "step": step, "job": job, "operand": operand, "first": first, "second": second}
+        answer = await self.links.pull(
+            lambda: self.worker.rpc(server).cleave_pull(**question),
+            lambda answer: sum(part.nbytes for part in answer["parts"]),
         )
         parts: list[Array] = answer["parts"]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=answer["axis"])
@@ -237,40 +247,42 @@ class DeviceRuntime:
         return results, perf_counter() - start
 
 
-def declared_figures() -> dict[str, float]:
-    """What the owner says of this device, in base units: it goes before anything measured or assumed."""
-    figures: dict[str, float] = {}
-    for key, dimension in _FIGURES.items():
-        given = config.get(f"device.{key}")
-        if given is not None:
-            figures[key] = parse(given, dimension, field=f"setting 'cleave.device.{key}'")
-    return figures
-
-
 async def dask_setup(worker: Worker) -> None:
     """Make a stock worker a device: its kernel, its window of tiles in flight, what it tells the scheduler."""
-    kernel = load_kernel(config.get("device.kernel"))
-    cores = worker.state.nthreads
-    memory = (worker.memory_manager.memory_limit or MEMORY_LIMIT) - worker.monitor.proc.memory_info().rss
-    runtime = DeviceRuntime(worker, kernel, cores, memory)
+    manager = worker.memory_manager
+    usable = (manager.memory_limit or MEMORY_LIMIT) * (manager.memory_pause_fraction or 1.0)  # above it Dask pauses
+    available = int(usable) - worker.monitor.proc.memory_info().rss
+    try:
+        lent = read_settings(cores=worker.state.nthreads, memory=available)
+    except CleaveError as error:  # Dask would only log it, and go on as a worker that is no device
+        raise SystemExit(f"this device cannot start: {error}") from error
+    runtime = DeviceRuntime(worker, lent)
     worker.extensions["cleave"] = runtime
     for call in _DATA_CALLS:
         worker.handlers.pop(call, None)
     facts = {
         "role": "device",
         "version": __version__,
-        "kernel": kernel.name,
-        "memory": memory,
-        "cores": cores,
-        **declared_figures(),
+        "kernel": lent.kernel.name,
+        "memory": lent.memory,
+        "cores": lent.cores,
+        "calibrate": bool(config.get("device.calibrate")),
+        "measuring": bool(lent.missing),
+        **lent.figures,
     }
-    if "flops" not in facts:
-        loop = asyncio.get_running_loop()
-        facts["flops"] = await loop.run_in_executor(runtime.multiplier, measure_flops, kernel)
     worker.startup_information["cleave"] = lambda _: facts
     worker.state.nthreads = int(config.get("device.window"))
+    if lent.missing:
+        measuring = measure_in_turn(worker, runtime.kernel, runtime.links, runtime.multiplier, missing=lent.missing)
+        runtime.background.append(asyncio.create_task(measuring))
+    if config.get("device.pause_file") is not None:
+        watching = watch_pause_file(worker, Path(config.get("device.pause_file")))
+        runtime.background.append(asyncio.create_task(watching))
 
 
 def dask_teardown(worker: Worker) -> None:
-    """Stop the multiplying thread."""
-    worker.extensions["cleave"].multiplier.shutdown(wait=False, cancel_futures=True)
+    """Stop the multiplying thread and what runs beside the tiles."""
+    runtime: DeviceRuntime = worker.extensions["cleave"]
+    for task in runtime.background:
+        task.cancel()
+    runtime.multiplier.shutdown(wait=False, cancel_futures=True)

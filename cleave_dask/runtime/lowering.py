@@ -40,9 +40,10 @@ class JobSkeleton:
     cuts: np.ndarray[Any, np.dtype[np.int32]]  # one row per tile: number; rows, cols, ks as start and stop; by parcel
     ends: tuple[int, ...]  # of each parcel, in `cuts`
     devices: tuple[str | None, ...]  # the planned device of each parcel
-    works: np.ndarray[Any, np.dtype[np.float64]]  # one row per parcel: flops, bytes down, bytes up
+    works: np.ndarray[Any, np.dtype[np.float64]]  # one row per parcel: the numbers of its `Work`
     after: tuple[int, ...]
     rank: int
+    filler: bool  # nothing but the update waits for it
 
     def parcels(
         self, run: str, step: int, job: int, *, resumed: bool = False
@@ -94,7 +95,13 @@ def job_tasks(
     order = [round_key(run, step, other) for other in job.after]
     for index, (spec, device, work) in enumerate(job.parcels(run, step, number, resumed=resumed)):
         key = parcel_key(run, step, number, index)
-        place: dict[str, Any] = {"place": "device", "rank": spec.rank, "device": device, "work": work}
+        place: dict[str, Any] = {
+            "place": "device",
+            "rank": spec.rank,
+            "device": device,
+            "work": work,
+            "filler": job.filler,
+        }
         yield key, OrderedTask(key, run_parcel, spec, after=order, **place)
 
 
@@ -177,9 +184,12 @@ def job_skeleton(gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int) ->
     order = np.fromiter(chain.from_iterable(numbers for _, numbers in parcels), dtype=np.int32, count=len(tiles))
     cuts = np.column_stack([order, tiles.ranges[order]]).astype(np.int32)
     ends = tuple(accumulate(len(numbers) for _, numbers in parcels))
-    works = parcel_works(gemm, cuts[:, 1:], np.repeat(np.arange(len(parcels)), np.diff((0, *ends))))
+    parcel = np.repeat(np.arange(len(parcels)), np.diff((0, *ends)))
+    works = parcel_works(gemm, cuts[:, 1:], parcel, tiles.owner[order])
     devices = tuple(device for device, _ in parcels)
-    return JobSkeleton(gemm.kind, gemm.dtype, gemm.causal, gemm.scale, cuts, ends, devices, works, after, rank)
+    return JobSkeleton(
+        gemm.kind, gemm.dtype, gemm.causal, gemm.scale, cuts, ends, devices, works, after, rank, gemm.role == "dW"
+    )
 
 
 def grid_of(tiles: Iterable[Tile]) -> tuple[list[Range], list[Range]] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -31,6 +31,7 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.runtime.tasks import OrderedTask
+from cleave_dask.runtime.turns import Measurements
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class SteeringPlugin(SchedulerPlugin):
         roles: dict[str, dict[str, Any]] = {"server": {}, "device": {}, "stranger": {}}
         for worker in self.scheduler.workers.values():
             facts = worker.extra.get("cleave") or {"role": "stranger"}
-            roles[facts["role"]][str(worker.name)] = {**facts, "address": worker.address}
+            running = worker in self.scheduler.running
+            roles[facts["role"]][str(worker.name)] = {**facts, "address": worker.address, "running": running}
         silent = [name for name in self.dispatcher.devices if self.dispatcher.silent(name)]
         state = {"broken": self.broken, "waiting": self.dispatcher.waiting, "silent": silent}
         return {"version": __version__, **roles, **state, "handovers": self.handovers}
@@ -109,13 +111,14 @@ class SteeringPlugin(SchedulerPlugin):
         granted = self._granted.pop(ts.key, None)
         if granted is not None and self._present(granted):
             return granted
-        device = self.dispatcher.parcel_ready(ts.key, spec.rank, spec.device, spec.work, monotonic())
+        ready = partial(self.dispatcher.parcel_ready, ts.key, spec.rank, filler=spec.filler)
+        device = ready(spec.device, spec.work, monotonic())
         if device is not None:
             ws = self._devices[device]
             if self._present(ws):
                 return ws
             self._gone(device)
-            self.dispatcher.parcel_ready(ts.key, spec.rank, None, spec.work, monotonic())
+            ready(None, spec.work, monotonic())
         self._pump_soon()
         return None
 
@@ -199,6 +202,12 @@ class SteeringPlugin(SchedulerPlugin):
             self.scheduler.transitions(recommendations, "cleave-late")
         self._pump_soon()
 
+    @_fatal
+    def device_measured(self, ws: WorkerState) -> None:
+        """A device knows more of itself than when it joined."""
+        if self._devices.get(str(ws.name)) is ws:
+            self._join(str(ws.name), ws, ws.extra["cleave"])
+
     # Inside
 
     def _join(self, name: str, ws: WorkerState, facts: dict[str, Any]) -> None:
@@ -271,6 +280,7 @@ def dask_setup(scheduler: Scheduler) -> None:
         steering = SteeringPlugin(scheduler)
     except (CleaveError, ValueError) as error:
         raise SystemExit(f"the scheduler cannot steer: {error}") from error
+    Measurements(scheduler, measured=steering.device_measured)
     scheduler.add_plugin(steering)
     for worker in scheduler.workers:  # who joined while the preload was being imported
         steering.add_worker(scheduler, worker)

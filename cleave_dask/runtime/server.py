@@ -26,6 +26,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
+from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
@@ -51,6 +52,8 @@ class ServerRuntime:
             self.cleave_push,
             self.cleave_wanted,
             self.cleave_clock,
+            cleave_probe_down,
+            cleave_probe_up,
             self.cleave_open,
             self.cleave_put,
             self.cleave_optimizer,
@@ -85,9 +88,11 @@ class ServerRuntime:
         pull_seconds: float,
         compute_seconds: float,
         timing: dict[str, Any] | None = None,
+        moved: dict[str, tuple[int, float]] | None = None,
     ) -> dict[str, Any]:
-        """A tile from a device, with how long it waited for operands and how long it multiplied."""
-        attempt = Attempt.of(device, pull_seconds, compute_seconds, timing=timing, arrived=self.cleave_clock())
+        """A tile from a device, with how long it waited for operands and multiplied, and what its links carried."""
+        arrived = self.cleave_clock()
+        attempt = Attempt.of(device, pull_seconds, compute_seconds, timing=timing, moved=moved, arrived=arrived)
         try:
             await self._off_loop(self._run(run).accept, step, job, tile, arrays, attempt)
         except (TileRejected, StepError) as error:

@@ -7,7 +7,7 @@ is the same bit for bit whatever the devices do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ class Attempt:
     upload_seconds: float = 0.0  # from the device's last number to the server's last byte
     down_bytes: int = 0
     arrived: float = 0.0  # seconds, on the server's clock
+    moved: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # by direction: bytes, and busy seconds
 
     @classmethod
     def of(
@@ -44,6 +45,7 @@ class Attempt:
         compute_seconds: float,
         *,
         timing: Mapping[str, Any] | None = None,
+        moved: Mapping[str, tuple[int, float]] | None = None,
         arrived: float = 0.0,
     ) -> Self:
         """What a device says of a tile; what cannot be true becomes zero, so that a lie spoils its own row at most."""
@@ -57,6 +59,7 @@ class Attempt:
             _seconds(arrived - sent) if isinstance(sent, int | float) else 0.0,
             int(_seconds(told.get("down_bytes"), most=2**62)),
             arrived,
+            moved or {},
         )
 
     @property

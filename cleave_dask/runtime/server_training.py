@@ -14,6 +14,8 @@ import torch
 
 from cleave_dask.errors import StepError
 from cleave_dask.graph.ir import Gemm, Range, StepGraph
+from cleave_dask.planning.calibration import Calibration
+from cleave_dask.planning.cost import tile_flops
 from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
@@ -66,6 +68,7 @@ class Training:
         self.counters = Counters()
         self.trace = Recorder()
         self.flight = TilesInFlight()
+        self.calibration = Calibration()
         self._losses: list[float] = []
         self._readers: dict[str, int] = {}
         self._gatherings: dict[int, Gathering] = {}
@@ -129,6 +132,7 @@ class Training:
     def accept(self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt) -> bool:
         """Take a tile that a device pushed; False if it is here already."""
         self._check_step(step)
+        assert self.lowered is not None
         start = perf_counter()
         gathering = self.gathering(job)
         try:
@@ -150,6 +154,10 @@ class Training:
             self.counters.up_bytes += sum(array.nbytes for array in arrays)
             self.counters.tiles += fresh
             self.counters.retries += not fresh
+            if fresh:
+                planned = self.lowered.schedule.jobs[job].tiles[tile]
+                work = tile_flops(self._job_gemm(job), planned), attempt.compute_seconds
+                self.calibration.observe(attempt.device, {"flops": work, **attempt.moved})
         return fresh
 
     def wanted(self, step: int, job: int, tiles: list[int]) -> list[int]:
@@ -251,6 +259,7 @@ class Training:
             "reused": self.counters.reused,
             "tiles_of": dict(self.counters.tiles_of),
             "spent": dict(self.counters.spent),
+            "figures": self.calibration.figures(),
         }
         if last:
             self._losses = []

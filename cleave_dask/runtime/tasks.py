@@ -29,8 +29,9 @@ class OrderedTask(Task):
     rank: int
     device: str | None
     work: Work
+    filler: bool
 
-    __slots__ = ("device", "place", "rank", "work")
+    __slots__ = ("device", "filler", "place", "rank", "work")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class OrderedTask(Task):
         rank: int = 0,
         device: str | None = None,
         work: Work = NO_WORK,
+        filler: bool = False,
     ) -> None:
         super().__init__(key, func, *args)
         self._dependencies = frozenset(after)
@@ -50,6 +52,7 @@ class OrderedTask(Task):
         self.rank = rank
         self.device = device
         self.work = work
+        self.filler = filler
 
     def __call__(self, values: Any = ()) -> Any:
         """Run it; what it waited for is not looked at."""
@@ -83,6 +86,7 @@ class OrderedTask(Task):
             rank=self.rank,
             device=self.device,
             work=self.work,
+            filler=self.filler,
         )
 
     def also_after(self, key: Key) -> OrderedTask:

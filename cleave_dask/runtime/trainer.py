@@ -10,7 +10,7 @@ The first step captures the module, plans it on the fleet and moves the weights 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,9 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import html_table, quantity
 from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.ir import StepGraph
+from cleave_dask.planning.adapting import Adapter
+from cleave_dask.planning.adapting import Planner as Planner  # part of the trainer's own signature
+from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.calling import ask
@@ -42,8 +45,6 @@ from cleave_dask.runtime.wire_torch import from_wire
 
 logger = logging.getLogger(__name__)
 
-Planner = Callable[[StepGraph, Fleet], Plan]
-
 PATIENCE = 1.0
 """Seconds between two looks at the cluster while a step runs."""
 
@@ -55,6 +56,11 @@ class Trainer:
     runs. `schedule` is a torch LR scheduler over the optimizer, stepped once per update. `clip_norm` bounds the norm of
     all gradients together. With `accumulate=n` the batch of a step is cut into n micro-batches along its first axis and
     their gradients are averaged. `plan` cuts the step graph into tiles for the fleet.
+
+    Between two steps, tiles of devices that left go to others, and devices that joined get some. With `replan` the
+    step is also cut anew, by the same `plan`, when devices turn out to be so different from what they said that it
+    pays. Another grid rounds differently: with `replan=False` the loss is bit for bit that of the first plan,
+    whatever devices do.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Trainer:
         clip_norm: float | None = None,
         accumulate: int = 1,
         plan: Planner = default_plan,
+        replan: bool = True,
     ) -> None:
         if accumulate < 1:
             raise InputError(f"accumulate is {accumulate}; give the number of micro-batches of a step, 1 or more")
@@ -79,8 +86,10 @@ class Trainer:
         self._planner = plan
         self.interrupted: Interrupted | None = None  # the step to go on with after a resume
         self._resumed = False  # whether the step is one that was interrupted
+        self._replan = replan
+        self._adapter: Adapter | None = None
         self._lowered: Lowered | None = None
-        self._own_plan: Plan | None = None  # while a step runs on the grid of one that was interrupted
+        self._detour = False  # whether it runs on the grid of one that was interrupted, not on the trainer's own
         self._passes = 0
         self._deserted = False  # whether the user was told that no device is left
         self._trace, self._traced = Trace.of(()), 0  # rows fetched so far, and the next to ask for
@@ -92,9 +101,13 @@ class Trainer:
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """One optimizer update on a batch, given as the module's forward takes it; returns the loss."""
+        if self._adapter is not None and self._adapter.step_begins(self._fleet()):
+            self._load()
         for micro_args, micro_kwargs in _micro_batches(args, kwargs, self._accumulate):
-            if self._lowered is None:
-                self._load(capture(self._module, *micro_args, **micro_kwargs))
+            if self._adapter is None:
+                graph = capture(self._module, *micro_args, **micro_kwargs)
+                self._adapter = Adapter(graph, self._planner, self._fleet(), new_grids=self._replan)
+                self._load()
             self._take_up()
             record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs))
         self._return()
@@ -248,9 +261,23 @@ class Trainer:
     def _put(self, name: str, tensor: torch.Tensor, role: str) -> None:
         self._call("cleave_put", name=name, array=to_serialize(to_wire(tensor)), dtype=_dtype(tensor), role=role)
 
-    def _load(self, graph: StepGraph) -> None:
-        """Plan the step on the fleet as it is now and hand the program to the server."""
-        self._use(graph, self._planner(graph, Fleet.from_workers(self._cluster.devices)))
+    def _fleet(self) -> Fleet:
+        """The fleet as it is now: who takes tiles, with the figures that tiles have shown; nobody there: as it was."""
+        facts = facts_of(self.client)
+        there = {name for name, device in facts["device"].items() if device["running"]} - set(facts["silent"])
+        devices = {name: device for name, device in facts["device"].items() if name in there}
+        if devices:
+            self._cluster = replace(self._cluster, devices=devices)
+        known: dict[str, dict[str, float]] = self.records[-1]["figures"] if self.records else {}
+        seen = {
+            name: figures for name, figures in known.items() if self._cluster.devices.get(name, {}).get("calibrate")
+        }
+        return corrected(Fleet.from_workers(self._cluster.devices), seen)
+
+    def _load(self) -> None:
+        """Hand the program to the server."""
+        assert self._adapter is not None
+        self._use(self._adapter.graph, self._adapter.plan)
 
     def _use(self, graph: StepGraph, plan: Plan) -> None:
         self._lowered = lower(graph, plan)
@@ -260,19 +287,18 @@ class Trainer:
         """Go on with the grid of a step that was interrupted, for that one step, if it pays."""
         if self.interrupted is not None:
             self._resumed = True
-            fleet = Fleet.from_workers(self._cluster.devices)
-            plan = better_plan(self.interrupted, self.graph, fleet, self.plan)
+            plan = better_plan(self.interrupted, self.graph, self._fleet(), self.plan)
             self.interrupted = None
             if plan is not None:
-                self._own_plan = self.plan
+                self._detour = True
                 self._use(self.graph, plan)
 
     def _return(self) -> None:
         """Go back to this trainer's own plan after a step on another grid."""
         self._resumed = False
-        if self._own_plan is not None:
-            plan, self._own_plan = self._own_plan, None
-            self._use(self.graph, plan)
+        if self._detour:
+            self._detour = False
+            self._load()
 
     def _call(self, call: str, **kwargs: Any) -> Any:
         """A call of the server's, for this run."""

@@ -9,8 +9,10 @@ It is a Dask cluster object like LocalCluster.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
@@ -25,18 +27,42 @@ LOOPBACK = Link(bandwidth=5e8, latency=1e-3)
 """What a tile sees of a link within one machine, with serialisation and copies."""
 
 
+PROCESS = 256_000_000
+"""Bytes of a device's process beside its tiles."""
+
+PAUSED = 0.8
+"""Share of its memory limit from which on Dask pauses a worker."""
+
+
 class LocalFleet(ServedCluster):
     """A fleet of real processes on this machine, given as a `Fleet` or as a number of equal devices.
 
-    Each device has `cores` cores and the memory that the fleet says, and is planned for with the speed and links that
-    the fleet says; nothing slows it down to them. Equal devices have the links of a loopback, and one speed: if all
-    measured theirs as they start together on shared cores, each would find another. The kernel is the one configured as
-    `cleave.device.kernel`.
+    Devices of a `Fleet` are emulated: each has `cores` cores and the memory that the fleet says, its transfers take as
+    long as they would over its links, and its kernel is slowed down to its speed. A machine that cannot be as fast as
+    all of them together makes them slower, and their logs say so. `declared` is what they say of themselves: by default
+    what they are; the devices of another fleet, by name; or with False nothing, so that they measure themselves.
+
+    Equal devices, given as a number, are as fast as this machine. They are planned for with the links of a loopback and
+    one speed, whatever they turn out to be: if all measured theirs on shared cores, each would find another. The kernel
+    is the one configured as `cleave.device.kernel`. `settings` has more settings of `cleave.device`, by device.
     """
 
-    def __init__(self, fleet: Fleet | int = 4, *, cores: int = 1, dashboard: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        fleet: Fleet | int = 4,
+        *,
+        cores: int = 1,
+        declared: Fleet | bool = True,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        dashboard: str = "127.0.0.1:0",
+    ) -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
-        workers = {device.name: (_options(device, cores), cores, _figures(device)) for device in self.fleet.devices}
+        figures = _unthrottled if isinstance(fleet, int) else partial(_emulated, declared=declared)
+        more = {self.fleet.device(name).name: given for name, given in (settings or {}).items()}
+        workers = {
+            device.name: (_options(device, cores), cores, figures(device) | _variables("", more.get(device.name, {})))
+            for device in self.fleet.devices
+        }
         super().__init__(workers, dashboard=dashboard, name="LocalFleet")
 
     @property
@@ -63,19 +89,34 @@ class LocalFleet(ServedCluster):
 
 
 def _options(device: Device, cores: int) -> tuple[str, ...]:
-    memory = str(int(device.memory))
+    memory = str(int((device.memory + PROCESS) / PAUSED))
     return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
 
 
-def _figures(device: Device) -> dict[str, str]:
-    """What a device is told that it is, as settings in its environment."""
-    figures = {
-        "flops": device.flops,
-        "down": device.down.bandwidth,
-        "up": device.up.bandwidth,
-        "latency": device.down.latency,
+def _unthrottled(device: Device) -> dict[str, str]:
+    """Settings of a device that is as fast as it is, and planned for with the figures that it is given."""
+    return _variables("", _figures(device)) | _variables("", {"memory": float(device.memory), "calibrate": False})
+
+
+def _emulated(device: Device, declared: Fleet | bool) -> dict[str, str]:
+    """Settings of a device that is held to what it is, and says of itself what is declared."""
+    says = declared.device(device.name) if isinstance(declared, Fleet) else device
+    figures = _figures(says) if declared else {}
+    return _variables("EMULATE__", _figures(device)) | _variables("", {**figures, "memory": float(device.memory)})
+
+
+def _figures(device: Device) -> dict[str, float]:
+    return {
+        "flops": float(device.flops),
+        "down": float(device.down.bandwidth),
+        "up": float(device.up.bandwidth),
+        "latency": float(device.down.latency),
     }
-    return {f"DASK_CLEAVE__DEVICE__{name.upper()}": repr(float(value)) for name, value in figures.items()}
+
+
+def _variables(prefix: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of a device as its environment has them."""
+    return {f"DASK_CLEAVE__DEVICE__{prefix}{name.upper()}": repr(value) for name, value in settings.items()}
 
 
 def _equal_devices(count: int) -> Fleet:

@@ -8,12 +8,13 @@ parcel tiles follow each other: tile i is multiplied when it is down and tile i 
     multiplied[i] = max(multiplied[i - 1], down[i]) + compute[i]
     up[i] = max(up[i - 1], multiplied[i]) + send[i]
 
-Slices that a device's tiles share within a parcel come down once. Events lie in one heap; a parcel makes about five, so
-that a step of 500,000 parcels takes a minute. Nothing is random: the same plan and churn give the same trace.
+Slices that a device's tiles share come down once while its memory lasts. Events lie in one heap; a parcel makes about
+five, so that a step of 500,000 parcels takes a minute. Nothing is random: the same plan and churn give the same trace.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -27,7 +28,7 @@ from cleave_dask.fleet.devices import Device, Fleet
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Ints, Shape
 from cleave_dask.planning.dispatch import Dispatcher
-from cleave_dask.planning.parcels import Figures, Work, parcel_works
+from cleave_dask.planning.parcels import Figures, Work, first_with_slice, parcel_works
 from cleave_dask.planning.values import Plan, Tiles
 from cleave_dask.runtime.rounds import Schedule, schedule
 from cleave_dask.simulation.sharing import SharedLink
@@ -42,18 +43,29 @@ WINDOW = 3
 """Parcels in flight per device."""
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A parcel as all gemms have it that are cut alike."""
+
+    device: str
+    work: Work
+    tiles: Ints  # numbers
+    slices: tuple[list[tuple[int, ...]], ...]  # names of each tile's operand slices
+    sizes: tuple[list[float], ...]  # their bytes
+    down: Floats  # bytes of each tile if nothing is there yet: a slice counts for the first tile that has it
+    flops: Floats
+    up: Floats
+    only: bool  # all tiles that its device has of the gemm
+
+
 @dataclass
 class _Parcel:
     """Tiles of a job that travel together, and what has become of them."""
 
     job: int
-    device: str
     rank: int
-    work: Work
-    tiles: Ints  # numbers
-    down: Floats  # bytes of each tile, shared slices with the first
-    flops: Floats
-    up: Floats
+    cut: _Cut
+    filler: bool
     open: bool = True
     accepted: int = 0  # tiles that came in before an attempt broke off
 
@@ -74,6 +86,25 @@ class _State:
     held: list[tuple[Callable[[_Attempt], None], _Attempt]] = field(default_factory=list)  # by a stall
     compute_free: float = 0.0
     up_free: float = 0.0
+    slices: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of each that it keeps, oldest first
+    kept: float = 0.0  # bytes of all of them
+
+    def fetch(self, job: int, cut: _Cut, first: int) -> Floats:
+        """Bytes that come down for each tile of a parcel from `first` on, as the device's cache of slices has it."""
+        if cut.only and first == 0:
+            return cut.down
+        fetched = np.zeros(len(cut.tiles) - first)
+        for names, sizes in zip(cut.slices, cut.sizes, strict=True):
+            for place, (name, size) in enumerate(zip(names[first:], sizes[first:], strict=True)):
+                key = (job, *name)
+                if key not in self.slices:
+                    self.slices[key] = size
+                    self.kept += size
+                    fetched[place] += size
+        while self.kept > self.device.memory / 2 and self.slices:
+            oldest = next(iter(self.slices))
+            self.kept -= self.slices.pop(oldest)
+        return fetched
 
 
 @dataclass
@@ -86,6 +117,7 @@ class _Attempt:
     sent: float
     begun: float = 0.0  # its download
     first: int = 0  # tiles before this one were accepted in a former attempt
+    down: Floats = field(default_factory=lambda: np.zeros(0))  # bytes that come down for each tile
     ends: tuple[Floats, Floats, Floats] | None = None  # of each tile: down, multiplied, up
 
 
@@ -136,7 +168,7 @@ class Simulator:
         self._left_of_round = [len(this.jobs) + len(this.after) for this in self.schedule.rounds]
         self._rounds_left = len(self.schedule.rounds)
         self._followers = _followers(self.schedule)
-        self._cuts: dict[tuple[int, str], list[tuple[str, Ints, Work, Floats, Floats, Floats]]] = {}
+        self._cuts: dict[tuple[Any, ...], list[_Cut]] = {}
         self._check_seconds = [0.0] * len(self.schedule.jobs)
         for event in churn or ():
             if event.device not in self.states:
@@ -190,27 +222,20 @@ class Simulator:
         job = self.schedule.jobs[number]
         cuts = self._cut(job.gemm, job.tiles)
         self._left_in_job[number] = len(cuts)
-        numbers = sum(work.down_bytes + work.up_bytes for _, _, work, *_ in cuts) / Shape.of(job.gemm).up_bytes
+        numbers = sum(cut.work.down_bytes + cut.work.up_bytes for cut in cuts) / Shape.of(job.gemm).up_bytes
         self._check_seconds[number] = VERIFIED * numbers / self.fleet.server.flops if job.gemm.kind == "gemm" else 0.0
         done = 0
-        for device, tiles, work, down, flops, up in cuts:
+        for cut in cuts:
             index = len(self.parcels)
-            self.parcels.append(_Parcel(number, device, job.rank + done, work, tiles, down, flops, up))
-            done += len(tiles)
+            self.parcels.append(_Parcel(number, job.rank + done, cut, filler=job.gemm.role == "dW"))
+            done += len(cut.tiles)
             self._ready(index)
 
-    def _cut(self, gemm: Gemm, tiles: Tiles) -> list[tuple[str, Ints, Work, Floats, Floats, Floats]]:
+    def _cut(self, gemm: Gemm, tiles: Tiles) -> list[_Cut]:
         """The parcels of a gemm; gemms that are cut alike share them."""
-        key = id(tiles.ranges), f"{Shape.of(gemm)} {id(tiles.owner)}"
+        key = Shape.of(gemm), id(tiles.ranges), id(tiles.owner), tiles.together
         if key not in self._cuts:
-            found = []
-            for device, numbers in tiles.parcels():
-                chosen = np.array(numbers)
-                each = parcel_works(gemm, tiles.ranges[chosen], np.arange(len(chosen)))
-                whole = parcel_works(gemm, tiles.ranges[chosen], np.zeros(len(chosen), dtype=np.int64))[0]
-                share = whole[1] / each[:, 1].sum()  # slices that tiles have in common come once
-                found.append((device, chosen, Work(*whole.tolist()), each[:, 1] * share, each[:, 0], each[:, 2]))
-            self._cuts[key] = found
+            self._cuts[key] = _parcels(gemm, tiles)
         return self._cuts[key]
 
     def _accepted(self, index: int) -> None:
@@ -233,7 +258,8 @@ class Simulator:
 
     def _ready(self, index: int) -> None:
         parcel = self.parcels[index]
-        device = self.dispatcher.parcel_ready(index, parcel.rank, parcel.device, parcel.work, self.now)
+        cut = parcel.cut
+        device = self.dispatcher.parcel_ready(index, parcel.rank, cut.device, cut.work, self.now, filler=parcel.filler)
         if device is not None:
             self._send(index, device)
 
@@ -283,7 +309,8 @@ class Simulator:
         state.loading = True
         attempt.begun = self.now
         parcel = self.parcels[attempt.parcel]
-        amount = float(parcel.down[attempt.first :].sum())
+        attempt.down = state.fetch(parcel.job, parcel.cut, attempt.first)
+        amount = float(attempt.down.sum())
         self.down_bytes += amount
         speed = state.device.down.bandwidth / state.factor
         self.egress.add(self.now, amount / speed, speed, attempt)
@@ -295,7 +322,7 @@ class Simulator:
             return
         state.loading = False
         parcel = self.parcels[attempt.parcel]
-        down, flops, up = (column[attempt.first :] for column in (parcel.down, parcel.flops, parcel.up))
+        down, flops, up = attempt.down, parcel.cut.flops[attempt.first :], parcel.cut.up[attempt.first :]
         arrived = attempt.begun + (self.now - attempt.begun) * np.cumsum(down) / max(float(down.sum()), 1e-300)
         multiplied = _served(arrived, flops * state.factor / state.device.flops, state.compute_free)
         seconds = up * state.factor / state.device.up.bandwidth
@@ -377,7 +404,7 @@ class Simulator:
             parcel = self.parcels[attempt.parcel]
             assert attempt.ends is not None
             in_time = int((attempt.ends[2] + state.device.up.latency <= self.now).sum())
-            parcel.accepted = max(parcel.accepted, min(attempt.first + in_time, len(parcel.tiles) - 1))
+            parcel.accepted = max(parcel.accepted, min(attempt.first + in_time, len(parcel.cut.tiles) - 1))
         state.present, state.life = False, state.life + 1
         self.dispatcher.device_left(name)
         self.lost += len(held)
@@ -412,6 +439,35 @@ class Simulator:
         if link.version == version:
             attempt = link.pop(self.now)
             (self._loaded if link is self.egress else self._uploaded)(attempt)
+
+
+def _parcels(gemm: Gemm, tiles: Tiles) -> list[_Cut]:
+    """The parcels of a gemm with what each of their tiles costs."""
+    shape, parcels = Shape.of(gemm), tiles.parcels()
+    counts: Counter[str] = Counter(device for device, _ in parcels)
+    order = np.concatenate([numbers for _, numbers in parcels]).astype(np.int64)
+    parcel = np.repeat(np.arange(len(parcels)), [len(numbers) for _, numbers in parcels])
+    ranges = tiles.ranges[order].astype(np.int64)
+    works = parcel_works(gemm, ranges, parcel, tiles.owner[order])
+    size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
+    flops = size.prod(axis=1) * (shape.flops / shape.volume)
+    up = size[:, 0] * size[:, 1] * shape.up_bytes
+    axes = ((0, 4), (2, 4)) if shape.kind == "gemm" else ((0, 2),)
+    names = [ranges[:, axis] for axis in axes]
+    if shape.kind == "gemm":
+        sizes = [size[:, axis] * size[:, 2] * shape.down_bytes for axis in (0, 1)]
+    else:
+        sizes = [size[:, 0] * size[:, 1] * shape.down_bytes]
+    down = sum(first_with_slice(parcel, name) * bytes_ for name, bytes_ in zip(names, sizes, strict=True))
+    found, start = [], 0
+    for number, (device, numbers) in enumerate(parcels):
+        part = slice(start, start + len(numbers))
+        start = part.stop
+        here = tuple([(axis, *row) for row in name[part].tolist()] for axis, name in enumerate(names))
+        each = tuple(column[part].tolist() for column in sizes)
+        only, work = counts[device] == 1, Work(*works[number].tolist())
+        found.append(_Cut(device, work, order[part], here, each, down[part], flops[part], up[part], only))
+    return found
 
 
 def _served(ready: Floats, seconds: Floats, free: float) -> Floats:
