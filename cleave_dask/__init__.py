@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cleave_dask.planning.values import Plan, Tile
     from cleave_dask.runtime.lowering import lower
     from cleave_dask.runtime.matmul import matmul
+    from cleave_dask.runtime.trace import Trace
     from cleave_dask.runtime.trainer import Trainer
     from cleave_dask.runtime.verification import verify_tile
     from cleave_dask.simulation.local import LocalFleet
@@ -68,6 +69,7 @@ __all__ = [
     "StepError",
     "StepGraph",
     "Tile",
+    "Trace",
     "Trainer",
     "__version__",
     "capture",
@@ -89,6 +91,7 @@ _LAZY = {
     "Server": "cleave_dask.fleet.devices",
     "StepGraph": "cleave_dask.graph.ir",
     "Tile": "cleave_dask.planning.values",
+    "Trace": "cleave_dask.runtime.trace",
     "Trainer": "cleave_dask.runtime.trainer",
     "capture": "cleave_dask.graph.capture",
     "lower": "cleave_dask.runtime.lowering",

@@ -70,18 +70,19 @@ def _train(module: nn.Module) -> nn.Module:
 class NormedMLP(nn.Module):
     """Two linear layers with batch normalisation between them; returns the loss itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(20, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 5))
+        between = (nn.BatchNorm1d(33), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else []))
+        self.layers = nn.Sequential(nn.Linear(20, 33), *between, nn.Linear(33, 5))
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.layers(inputs), labels)
 
 
-def mlp() -> nn.Module:
+def mlp(dropout: float = 0.0) -> nn.Module:
     """A NormedMLP."""
     torch.manual_seed(0)
-    return NormedMLP().train()
+    return NormedMLP(dropout).train()
 
 
 def points(count: int = 24, seed: int = 1) -> Batch:

@@ -45,7 +45,7 @@ DOORS: dict[str, dict[str, str]] = {
         "simulation/*": "the local fleet is a Dask cluster",
         "cli/*": "connects to a scheduler, or starts one",
     },
-    "zarr": {"runtime/store.py": "the tile store"},
+    "zarr": {"runtime/zarr_files.py": "the files of the tile store"},
     "bokeh": {"views/*": "the dashboard page"},
 }
 

@@ -129,7 +129,7 @@ def _facts(record: Record, tokens: int) -> str:
         f"{record['tiles']:,} tiles",
         f"{duration(record['seconds'])}",
     ]
-    return "  ".join(facts + [f"{record[key]:,} {key}" for key in ("retries", "rejected") if record[key]])
+    return "  ".join(facts + [f"{record[key]:,} {key}" for key in ("retries", "rejected", "reused") if record.get(key)])
 
 
 def _make_bar(console: Console) -> Progress:

@@ -16,7 +16,7 @@ import click
 from cleave_dask.cli import checkpoints, fleets, progress
 from cleave_dask.cli.frame import debug_option, fleet_option, json_option, quiet_libraries, recipe_argument
 from cleave_dask.cli.interrupts import Interrupts
-from cleave_dask.errors import BatchError, CleaveError, InputError, StepError
+from cleave_dask.errors import BatchError, CheckpointError, CleaveError, InputError, StepError
 from cleave_dask.formatting import duration, quantity
 
 if TYPE_CHECKING:
@@ -203,7 +203,9 @@ class Run:
         total = self.options.steps or self.recipe.train.steps
         if self.options.resume:
             self.saved = self.done = self.trainer.resume()
-            self.view.say(f"resumed at step {self.done}")
+            kept = self.trainer.interrupted
+            with_tiles = f"; {kept.done:,} tiles of the next step are there" if kept is not None else ""
+            self.view.say(f"resumed at step {self.done}{with_tiles}")
         if self.done >= total:
             self.view.say(f"step {total} is done already; give a higher number of --steps to go on")
             return
@@ -214,8 +216,10 @@ class Run:
                 record = self.trainer.records[-1]
                 self.done = record["step"]
                 self.view.step(record)
-                if self.done % self.options.save_every == 0 or self.done == total:
+                if self.done == total:
                     self.save()
+                elif self.done % self.options.save_every == 0:
+                    self._try_to_save()
         except BaseException as error:
             self.view.end()
             if isinstance(error, KeyboardInterrupt | StepError | BatchError):  # the server's weights are whole
@@ -229,6 +233,13 @@ class Run:
         """Save the newest step; Ctrl-C waits until it is on disk."""
         with self.interrupts.held():
             self.saved = self.trainer.save()
+
+    def _try_to_save(self) -> None:
+        """Save on the way; a disk that is full or read-only is no reason to lose the weights in the server's memory."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            self.view.say(f"{error}; training goes on, and step {self.done + self.options.save_every} is tried next")
 
     def _rescue(self) -> None:
         """Save what there is before leaving, if the server still answers."""

@@ -96,9 +96,8 @@ def lay_out(
     volume = np.bincount(which, size.prod(axis=1))
     up = np.bincount(which, size[:, 0] * size[:, 1]) * shape.up_bytes
     tiles = np.bincount(which)
-    footprint = _footprint(shape, size)
     largest = np.zeros(len(devices))
-    np.maximum.at(largest, which, footprint)
+    np.maximum.at(largest, which, footprint(shape, size))
     down = _down(shape, ranges, which, size, here.memory)
     stages = np.stack([down / here.down, volume * (shape.flops / shape.volume) / here.flops, up / here.up])
     work = pipelined(stages[0], stages[2], stages[1], tiles) + here.latency
@@ -122,7 +121,7 @@ def lay_out(
     )
 
 
-def _footprint(shape: Shape, size: Floats) -> Floats:
+def footprint(shape: Shape, size: Floats) -> Floats:
     """Bytes of operands and result of each tile."""
     if shape.kind != "gemm":
         return size[:, 0] * size[:, 1] * (shape.down_bytes + shape.up_bytes)

@@ -28,6 +28,7 @@ from distributed.system import MEMORY_LIMIT
 from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError
+from cleave_dask.runtime.clock import ServerClock
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
@@ -138,6 +139,8 @@ class DeviceRuntime:
         window = int(config.get("device.window"))
         self.places, self.pulls = Gate(window), Gate(PULLS)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
+        self.clock = ServerClock()
+        self._asking: asyncio.Task[None] | None = None
         self.background: list[asyncio.Task[None]] = []
         use_threads(lent.cores)
 
@@ -146,14 +149,15 @@ class DeviceRuntime:
 
         The former device may be alive and working from the other end.
         """
+        self._set_clock(server)
         specs = list(parcel.specs())
         tiles: list[asyncio.Task[None]] = []
         await self.links.assigned()
         try:
-            if again:
+            if again or parcel.resumed:
                 call = self.worker.rpc(server).cleave_wanted
-                wanted = await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers)
-                specs = [spec for spec in reversed(specs) if spec.tile in set(wanted)]
+                wanted = set(await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers))
+                specs = [spec for spec in (reversed(specs) if again else specs) if spec.tile in wanted]
             tiles = [asyncio.ensure_future(self._tile(spec, server, parcel.rank + n)) for n, spec in enumerate(specs)]
             await asyncio.gather(*tiles)
             await self.links.reported()
@@ -177,21 +181,30 @@ class DeviceRuntime:
     async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int) -> None:
         start = perf_counter()
         await self.pulls.enter(rank)
+        entered = perf_counter()
         try:
-            operands = await asyncio.gather(*(self.slice(server, name) for name in slice_names(spec)))
+            names = slice_names(spec)
+            fresh = [self.request(server, name) for name in names]
+            operands = await asyncio.gather(*(self.slice(server, name) for name in names))
         finally:
             self.pulls.leave()
         pulled = perf_counter()
         loop = asyncio.get_running_loop()
         results, seconds = await loop.run_in_executor(self.multiplier, self._multiply, spec, operands)
+        timing = {
+            "queued": perf_counter() - pulled - seconds + entered - start,
+            "sent": self.clock.now(),
+            "down_bytes": sum(operand.nbytes for operand, new in zip(operands, fresh, strict=True) if new),
+        }
         message = {
             "run": spec.run,
             "step": spec.step,
             "job": spec.job,
             "tile": spec.tile,
             "device": str(self.worker.name),
-            "pull_seconds": pulled - start,
+            "pull_seconds": pulled - entered,
             "compute_seconds": seconds,
+            "timing": timing,
             "moved": self.links.observed(),
             "arrays": [to_serialize(result) for result in results],
         }
@@ -201,13 +214,22 @@ class DeviceRuntime:
             logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
             raise Reschedule
 
+    def _set_clock(self, server: str) -> None:
+        """Ask for the server's time now and then, beside the tiles."""
+        if self.clock.due(server):
+            self._asking = asyncio.ensure_future(self.clock.ask(self.worker.rpc(server).cleave_clock))
+
     async def slice(self, server: str, name: SliceName) -> Array:
         """An operand slice: from this device's memory, from a fetch under way, or from the server."""
-        arriving = self.cache.find(name)
-        if arriving is None:
-            arriving = asyncio.ensure_future(self._fetch(server, name))
-            self.cache.add(name, arriving)
-        return await asyncio.shield(arriving)
+        self.request(server, name)
+        return await asyncio.shield(self.cache.held[name])
+
+    def request(self, server: str, name: SliceName) -> bool:
+        """Have a slice fetched unless it is here or on its way; whether that was needed."""
+        needed = self.cache.find(name) is None
+        if needed:
+            self.cache.add(name, asyncio.ensure_future(self._fetch(server, name)))
+        return needed
 
     async def _fetch(self, server: str, name: SliceName) -> Array:
         run, step, job, operand, first, second = name

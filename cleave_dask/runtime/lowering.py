@@ -45,19 +45,17 @@ class JobSkeleton:
     rank: int
     filler: bool  # nothing but the update waits for it
 
-    def parcels(self, run: str, step: int, job: int) -> Iterator[tuple[ParcelSpec, str | None, Work]]:
+    def parcels(
+        self, run: str, step: int, job: int, *, resumed: bool = False
+    ) -> Iterator[tuple[ParcelSpec, str | None, Work]]:
         """The parcels of this job in one step, with the device and the work of each."""
         tiles = [tuple(row) for row in self.cuts.tolist()]
         start = 0
         for stop, device, work in zip(self.ends, self.devices, self.works.tolist(), strict=True):
             rank = self.rank + start
-            yield (
-                ParcelSpec(
-                    run, step, job, self.kind, self.dtype, self.causal, self.scale, rank, tuple(tiles[start:stop])
-                ),
-                device,
-                Work(*work),
-            )
+            kind = (self.kind, self.dtype, self.causal, self.scale)
+            spec = ParcelSpec(run, step, job, *kind, rank, tuple(tiles[start:stop]), resumed)
+            yield spec, device, Work(*work)
             start = stop
 
 
@@ -67,13 +65,14 @@ class Skeleton:
 
     rounds: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # (jobs, after, rank) of each round
     jobs: tuple[JobSkeleton, ...]
+    resumed: bool = False  # some of its tiles are on the server already
 
     def tasks(self, run: str, step: int) -> dict[Key, OrderedTask]:
         """The Dask graph of one step; its last task is `finish_key(run, step)`."""
         graph: dict[Key, OrderedTask] = {}
         waited: set[int] = set()
         for number, job in enumerate(self.jobs):
-            graph.update(job_tasks(job, run, step, number))
+            graph.update(job_tasks(job, run, step, number, resumed=self.resumed))
             waited.update(job.after)
         for number, (jobs, after, rank) in enumerate(self.rounds):
             key = round_key(run, step, number)
@@ -89,10 +88,12 @@ class Skeleton:
         return graph
 
 
-def job_tasks(job: JobSkeleton, run: str, step: int, number: int) -> Iterator[tuple[Key, OrderedTask]]:
+def job_tasks(
+    job: JobSkeleton, run: str, step: int, number: int, *, resumed: bool = False
+) -> Iterator[tuple[Key, OrderedTask]]:
     """One task per parcel of a job."""
     order = [round_key(run, step, other) for other in job.after]
-    for index, (spec, device, work) in enumerate(job.parcels(run, step, number)):
+    for index, (spec, device, work) in enumerate(job.parcels(run, step, number, resumed=resumed)):
         key = parcel_key(run, step, number, index)
         place: dict[str, Any] = {
             "place": "device",

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import time
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -28,7 +29,7 @@ from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
-from cleave_dask.runtime.server_saving import restore_training, save_training
+from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
@@ -50,6 +51,7 @@ class ServerRuntime:
             self.cleave_pull,
             self.cleave_push,
             self.cleave_wanted,
+            self.cleave_clock,
             cleave_probe_down,
             cleave_probe_up,
             self.cleave_open,
@@ -58,6 +60,7 @@ class ServerRuntime:
             self.cleave_program,
             self.cleave_begin,
             self.cleave_get,
+            self.cleave_trace,
             self.cleave_save,
             self.cleave_restore,
             self.cleave_close,
@@ -84,10 +87,12 @@ class ServerRuntime:
         arrays: list[Array],
         pull_seconds: float,
         compute_seconds: float,
+        timing: dict[str, Any] | None = None,
         moved: dict[str, tuple[int, float]] | None = None,
     ) -> dict[str, Any]:
         """A tile from a device, with how long it waited for operands and multiplied, and what its links carried."""
-        attempt = Attempt(device, pull_seconds, compute_seconds, moved or {})
+        arrived = self.cleave_clock()
+        attempt = Attempt.of(device, pull_seconds, compute_seconds, timing=timing, moved=moved, arrived=arrived)
         try:
             await self._off_loop(self._run(run).accept, step, job, tile, arrays, attempt)
         except (TileRejected, StepError) as error:
@@ -95,12 +100,16 @@ class ServerRuntime:
             return {"accepted": False, "why": str(error)}
         return {"accepted": True}
 
-    def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
+    async def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
         """Which of these tiles nobody has delivered yet: asked by a device that takes over a parcel."""
         try:
-            return self._run(run).wanted(step, job, tiles)
+            return await self._off_loop(self._run(run).wanted, step, job, tiles)
         except StepError:
             return []  # it is over
+
+    def cleave_clock(self) -> float:
+        """Seconds on this server's clock, by which devices time what they send."""
+        return time()
 
     # What the client calls
 
@@ -138,19 +147,29 @@ class ServerRuntime:
         tensor = self._training(run).weights[name].detach()
         return {"array": to_serialize(to_wire(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
-    async def cleave_save(self, run: str, folder: str, keep: int) -> dict[str, Any]:
-        """Write weights and optimizer state to a checkpoint."""
-        return await self._off_loop(save_training, self._training(run), folder, keep)
+    def cleave_trace(self, run: str, since: int) -> dict[str, Any]:
+        """The rows of the trace from number `since` on, and the number to ask for next."""
+        trace, following = self._training(run).trace.since(since)
+        columns = {name: to_serialize(column) for name, column in trace.columns.items()}
+        return {"columns": columns, "names": dict(trace.names), "next": following}
 
-    async def cleave_restore(self, run: str, folder: str, step: int | None) -> dict[str, Any]:
+    async def cleave_save(self, run: str, folder: str, limits: dict[str, Any]) -> dict[str, Any]:
+        """Write weights and optimizer state to a checkpoint."""
+        return await self._off_loop(save_training, self._training(run), folder, Limits(**limits))
+
+    async def cleave_restore(self, run: str, folder: str, step: int | None, limits: dict[str, Any]) -> dict[str, Any]:
         """Read weights and optimizer state from a checkpoint."""
-        return await self._off_loop(restore_training, self._training(run), folder, step)
+        answer = await self._off_loop(restore_training, self._training(run), folder, step, Limits(**limits))
+        found = answer["interrupted"]
+        if found is not None:
+            found.update({name: to_serialize(found[name]) for name in ("ranges", "owner")})
+        return answer
 
     def cleave_close(self, run: str) -> None:
         """Forget a run."""
         training = self.trainings.pop(run, None)
-        if training is not None and training.store is not None:
-            training.store.close()
+        if training is not None:
+            training.close()
 
     # What its own Dask tasks call
 

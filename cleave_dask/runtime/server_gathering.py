@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,12 +26,52 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Who made a tile, how long it waited and multiplied, and what its links carried, as it says itself."""
+    """Who made a tile, and how long each part of it took, as the device says itself; the server adds what it saw."""
 
     device: str
     pull_seconds: float
     compute_seconds: float
+    queued_seconds: float = 0.0
+    upload_seconds: float = 0.0  # from the device's last number to the server's last byte
+    down_bytes: int = 0
+    arrived: float = 0.0  # seconds, on the server's clock
     moved: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # by direction: bytes, and busy seconds
+
+    @classmethod
+    def of(
+        cls,
+        device: str,
+        pull_seconds: float,
+        compute_seconds: float,
+        *,
+        timing: Mapping[str, Any] | None = None,
+        moved: Mapping[str, tuple[int, float]] | None = None,
+        arrived: float = 0.0,
+    ) -> Self:
+        """What a device says of a tile; what cannot be true becomes zero, so that a lie spoils its own row at most."""
+        told = timing or {}
+        sent = told.get("sent")
+        return cls(
+            str(device),
+            _seconds(pull_seconds),
+            _seconds(compute_seconds),
+            _seconds(told.get("queued")),
+            _seconds(arrived - sent) if isinstance(sent, int | float) else 0.0,
+            int(_seconds(told.get("down_bytes"), most=2**62)),
+            arrived,
+            moved or {},
+        )
+
+    @property
+    def started(self) -> float:
+        """When the device took the tile up, on the server's clock."""
+        before = self.pull_seconds + self.queued_seconds + self.compute_seconds + self.upload_seconds
+        return self.arrived - before
+
+
+def _seconds(told: Any, *, most: float = 1e6) -> float:
+    """A number that a device sent, if it is one and within reason."""
+    return float(told) if isinstance(told, int | float) and 0 <= told <= most else 0.0
 
 
 class TileRejected(Exception):
@@ -74,6 +114,16 @@ def _heads(gemm: Gemm, shape: tuple[int, ...], groups: Range) -> Range:
         return 0, shape[1]
     ratio = shape[1] // gemm.n
     return groups[0] * ratio, groups[1] * ratio
+
+
+def tile_forms(gemm: Gemm, tile: Tile) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each array of a tile, as its device sends it."""
+    if gemm.kind == "gemm":
+        return [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
+    return [
+        ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
+        for value in gemm.outputs
+    ]
 
 
 class Gathering:
@@ -122,15 +172,7 @@ class Gathering:
         """Shape and dtype of each array of a tile."""
         if not 0 <= number < len(self.tiles):
             raise TileRejected(f"tile {number} of a job of {len(self.tiles)} tiles")
-        gemm, tile = self.gemm, self.tiles[number]
-        wanted: list[tuple[tuple[int, ...], str]]
-        if gemm.kind == "gemm":
-            wanted = [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
-        else:
-            wanted = [
-                ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
-                for value in gemm.outputs
-            ]
+        wanted = tile_forms(self.gemm, self.tiles[number])
         if len(wanted) != count:
             raise TileRejected(f"{count} arrays for a tile of {len(wanted)}")
         return wanted

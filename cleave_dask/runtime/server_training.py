@@ -21,6 +21,9 @@ from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
 from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice
 from cleave_dask.runtime.store import TileStore
+from cleave_dask.runtime.tiles_in_flight import TilesInFlight
+from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, Recorder
+from cleave_dask.runtime.wire import to_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Counters:
     tiles_of: Counter[str] = field(default_factory=Counter)  # accepted tiles, by device
     retries: int = 0
     rejected: int = 0
+    reused: int = 0  # tiles that were on disk already
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by use
     started: float = field(default_factory=perf_counter)
 
@@ -62,6 +66,8 @@ class Training:
         self.step = -1  # the step in flight: one pass over one micro-batch
         self.values: dict[str, Any] = {}
         self.counters = Counters()
+        self.trace = Recorder()
+        self.flight = TilesInFlight()
         self.calibration = Calibration()
         self._losses: list[float] = []
         self._readers: dict[str, int] = {}
@@ -69,6 +75,7 @@ class Training:
         self._deaths: list[list[set[str]]] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._lock = Lock()
+        self._building = Lock()
         self.updating = Lock()  # held while weights and optimizer state change, or are saved
 
     @property
@@ -101,6 +108,7 @@ class Training:
         if not self._losses:
             self.counters = Counters()
         self._gatherings = {}
+        self.flight.begin(self.lowered, {name: to_wire(tensor) for name, tensor in batch.items()}, self.random_state)
         torch.set_rng_state(torch.frombuffer(bytearray(self.random_state), dtype=torch.uint8))
         self._readers = dict(self.lowered.schedule.readers)
         sources = {"param": self.weights, "buffer": self.weights, "batch": batch, "constant": self._constants}
@@ -126,14 +134,20 @@ class Training:
         self._check_step(step)
         assert self.lowered is not None
         start = perf_counter()
+        gathering = self.gathering(job)
         try:
-            fresh = self.gathering(job).accept(tile, arrays)
-        except TileRejected:
+            fresh = gathering.accept(tile, arrays)
+        except TileRejected as error:
             with self._lock:
                 self.counters.rejected += 1
+            self._note(gathering.gemm, tile, attempt, perf_counter() - start, str(error), arrays)
             raise
+        seconds = perf_counter() - start
+        if fresh:
+            self.flight.offer(job, tile, arrays)
+        self._note(gathering.gemm, tile, attempt, seconds, ACCEPTED if fresh else DUPLICATE, arrays)
         with self._lock:
-            self.counters.spent["gather"] += perf_counter() - start
+            self.counters.spent["gather"] += seconds
             self.counters.spent["pull"] += attempt.pull_seconds
             self.counters.spent["compute"] += attempt.compute_seconds
             self.counters.tiles_of[attempt.device] += fresh
@@ -151,14 +165,30 @@ class Training:
         self._check_step(step)
         return self.gathering(job).wanted(tiles)
 
+    def _note(
+        self, gemm: Gemm, tile: int, attempt: Attempt, seconds: float, outcome: str, arrays: Iterable[Any]
+    ) -> None:
+        """A row of the trace."""
+        told = (attempt.started, attempt.queued_seconds, attempt.pull_seconds, attempt.compute_seconds)
+        moved = (attempt.down_bytes, sum(getattr(array, "nbytes", 0) for array in arrays))
+        head = (self.updates + 1, gemm.name, tile, attempt.device)
+        self.trace.add((*head, *told, attempt.upload_seconds, seconds, outcome, *moved))
+
     def gathering(self, job: int) -> Gathering:
-        """Where the tiles of a job are put together."""
+        """Where the tiles of a job are put together; those that are on disk from before are there at once."""
         assert self.lowered is not None
-        with self._lock:
-            if job not in self._gatherings:
-                planned = self.lowered.schedule.jobs[job]
-                self._gatherings[job] = Gathering(planned.gemm, planned.tiles)
-            return self._gatherings[job]
+        found = self._gatherings.get(job)
+        if found is None:
+            with self._building:
+                found = self._gatherings.get(job)
+                if found is None:
+                    planned = self.lowered.schedule.jobs[job]
+                    found = Gathering(planned.gemm, planned.tiles)
+                    reused = sum(found.accept(tile, arrays) for tile, arrays in self.flight.stored(job))
+                    self._gatherings[job] = found
+                    with self._lock:
+                        self.counters.reused += reused
+        return found
 
     def run_round(self, step: int, number: int) -> None:
         """Gather the jobs of a round, run its ops, publish what others need, free what nobody needs."""
@@ -202,7 +232,7 @@ class Training:
         self._check_step(step)
         loss = float(self.values[self.graph.loss])
         if not isfinite(loss):
-            self._abandon()
+            self.abandon()
             raise StepError(
                 f"the loss of step {self.updates} is {loss}; the weights are unchanged. "
                 "Lower the learning rate, set clip_norm, or look for bad values in the batch"
@@ -210,6 +240,7 @@ class Training:
         self._losses.append(loss)
         self.random_state = torch.get_rng_state().numpy().tobytes()
         self._collect_gradients()
+        self.flight.end()
         last = len(self._losses) == self.settings.accumulate
         start = perf_counter()
         if last:
@@ -225,6 +256,7 @@ class Training:
             "tiles": self.counters.tiles,
             "retries": self.counters.retries,
             "rejected": self.counters.rejected,
+            "reused": self.counters.reused,
             "tiles_of": dict(self.counters.tiles_of),
             "spent": dict(self.counters.spent),
             "figures": self.calibration.figures(),
@@ -233,6 +265,7 @@ class Training:
             self._losses = []
         self.values = {}
         self._gatherings = {}
+        self.trace.seal()
         return record
 
     def _collect_gradients(self) -> None:
@@ -249,6 +282,7 @@ class Training:
 
     def _update(self) -> None:
         """One optimizer update, in place."""
+        self.flight.leave()
         if self.settings.clip_norm is not None:
             parameters = [self.weights[name] for name, _ in self.graph.grads]
             torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
@@ -260,11 +294,18 @@ class Training:
             self.lr_schedule.step()
         self.updates += 1
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Forget the step in flight and the gradients gathered for it."""
+        self.flight.leave()
         self.values, self._gatherings, self._losses = {}, {}, []
-        for parameter, _ in self.graph.grads:
-            self.weights[parameter].grad = None
+        for parameter in self.weights.values():
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Let go of the checkpoint's folder."""
+        self.flight.close()
+        if self.store is not None:
+            self.store.close()
 
     def _check_step(self, step: int) -> None:
         if step != self.step:

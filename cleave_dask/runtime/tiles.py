@@ -41,6 +41,7 @@ class ParcelSpec:
     scale: float | None
     rank: int  # smaller goes first
     tiles: tuple[tuple[int, int, int, int, int, int, int], ...]  # number; rows, cols, ks, each start and stop
+    resumed: bool = False  # tiles of this step are on the server from before it was interrupted: ask first
 
     @property
     def numbers(self) -> list[int]:

@@ -34,9 +34,12 @@ from cleave_dask.planning.adapting import Planner as Planner  # part of the trai
 from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
+from cleave_dask.runtime.calling import ask
 from cleave_dask.runtime.cluster import facts_of, inspect
+from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import pack
+from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
@@ -81,11 +84,15 @@ class Trainer:
         self._module = module
         self._accumulate = accumulate
         self._planner = plan
+        self.interrupted: Interrupted | None = None  # the step to go on with after a resume
+        self._resumed = False  # whether the step is one that was interrupted
         self._replan = replan
         self._adapter: Adapter | None = None
         self._lowered: Lowered | None = None
+        self._detour = False  # whether it runs on the grid of one that was interrupted, not on the trainer's own
         self._passes = 0
         self._deserted = False  # whether the user was told that no device is left
+        self._trace, self._traced = Trace.of(()), 0  # rows fetched so far, and the next to ask for
         self._run = uuid4().hex[:12]
         self._cluster = inspect(client)
         self._open(optimizer, schedule, clip_norm)
@@ -101,7 +108,9 @@ class Trainer:
                 graph = capture(self._module, *micro_args, **micro_kwargs)
                 self._adapter = Adapter(graph, self._planner, self._fleet(), new_grids=self._replan)
                 self._load()
+            self._take_up()
             record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs))
+        self._return()
         self.records.append(record)
         loss: float = record["loss"]
         return loss
@@ -112,7 +121,7 @@ class Trainer:
         self._passes += 1
         wired = {source: (to_serialize(to_wire(tensor)), _dtype(tensor)) for source, tensor in batch.items()}
         self._call("cleave_begin", step=step, batch=wired)
-        future = submit(self.client, self._run, step, self.lowered.skeleton)
+        future = submit(self.client, self._run, step, replace(self.lowered.skeleton, resumed=self._resumed))
         try:
             return self._wait(future)
         finally:
@@ -167,6 +176,16 @@ class Trainer:
         """The Dask graph of a step; there is none before the first step."""
         return self._ready()
 
+    @property
+    def trace(self) -> Trace:
+        """What happened since this trainer began, one row per tile attempt."""
+        answer = self._call("cleave_trace", since=self._traced)
+        self._traced = answer["next"]
+        names = {name: tuple(values) for name, values in answer["names"].items()}
+        everything = Trace.joined([self._trace, Trace(answer["columns"], names)])
+        self._trace = everything.where(slice(-MOST_ROWS, None))
+        return self._trace
+
     def _ready(self) -> Lowered:
         if self._lowered is None:
             raise InputError("the step graph is captured from the first batch; call step(...) first")
@@ -194,12 +213,18 @@ class Trainer:
 
     def save(self) -> int:
         """Write weights and optimizer state to the checkpoint; returns the step they belong to."""
-        saved: int = self._call("cleave_save", folder=self._folder(), keep=int(config.get("checkpoint.keep")))["step"]
+        saved: int = self._call("cleave_save", folder=self._folder(), limits=_limits())["step"]
         return saved
 
     def resume(self) -> int:
-        """Go on from the newest whole step of the checkpoint; returns its number."""
-        step: int = self._call("cleave_restore", folder=self._folder(), step=None)["step"]
+        """Go on from the newest whole step of the checkpoint; returns its number.
+
+        If the step after it was interrupted, tiles of it that are on disk are used when the next step is that step.
+        """
+        answer = self._call("cleave_restore", folder=self._folder(), step=None, limits=_limits())
+        found = answer["interrupted"]
+        self.interrupted = None if found is None else Interrupted.of(found)
+        step: int = answer["step"]
         return step
 
     def close(self) -> None:
@@ -252,14 +277,33 @@ class Trainer:
     def _load(self) -> None:
         """Hand the program to the server."""
         assert self._adapter is not None
-        graph, plan = self._adapter.graph, self._adapter.plan
+        self._use(self._adapter.graph, self._adapter.plan)
+
+    def _use(self, graph: StepGraph, plan: Plan) -> None:
         self._lowered = lower(graph, plan)
         self._call("cleave_program", graph=graph.to_json(), plan=to_serialize(plan))
+
+    def _take_up(self) -> None:
+        """Go on with the grid of a step that was interrupted, for that one step, if it pays."""
+        if self.interrupted is not None:
+            self._resumed = True
+            plan = better_plan(self.interrupted, self.graph, self._fleet(), self.plan)
+            self.interrupted = None
+            if plan is not None:
+                self._detour = True
+                self._use(self.graph, plan)
+
+    def _return(self) -> None:
+        """Go back to this trainer's own plan after a step on another grid."""
+        self._resumed = False
+        if self._detour:
+            self._detour = False
+            self._load()
 
     def _call(self, call: str, **kwargs: Any) -> Any:
         """A call of the server's, for this run."""
         try:
-            return self.client.sync(getattr(self.client.rpc(self._cluster.server), call), run=self._run, **kwargs)
+            return self.client.sync(ask, self.client, self._cluster.server, call, {"run": self._run, **kwargs})
         except OSError as error:
             raise ClusterError(
                 f"the server at {self._cluster.server} does not answer ({error}); "
@@ -270,6 +314,16 @@ class Trainer:
         if self.checkpoint is None:
             raise CheckpointError("this trainer has no checkpoint folder; give one: Trainer(..., checkpoint='run')")
         return str(self.checkpoint)
+
+
+def _limits() -> dict[str, Any]:
+    """What a run may leave on disk, by the settings."""
+    most = config.get("checkpoint.max_bytes")
+    return {
+        "keep": int(config.get("checkpoint.keep")),
+        "max_bytes": None if most is None else config.nbytes("checkpoint.max_bytes"),
+        "tiles": config.nbytes("checkpoint.tiles"),
+    }
 
 
 def submit(client: Client, run: str, step: int, skeleton: Skeleton) -> Future[Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import dask
 import pytest
 import torch
 from distributed import Client
 
 from cleave_dask.errors import CheckpointError
+from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.store import TileStore
+from cleave_dask.runtime.trace import Trace
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
@@ -18,7 +23,8 @@ def trainer(client: Client, folder: Path | None, *, layers: int = 2) -> Trainer:
     module = models.llama(layers=layers)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    return Trainer(module, optimizer, client, checkpoint=folder, schedule=schedule)
+    cut = partial(plan, min_flops=0, grid=(2, 2, 2))  # a model so small would stay on the server
+    return Trainer(module, optimizer, client, checkpoint=folder, schedule=schedule, plan=cut)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(client: Client, tmp_path: Path) -> None:
@@ -49,6 +55,28 @@ def test_the_state_of_another_model_is_refused_and_nothing_changes(client: Clien
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_trace_has_a_row_for_every_tile_and_is_saved(client: Client, tmp_path: Path) -> None:
+    with trainer(client, tmp_path / "run") as training:
+        training.step(**models.tokens())
+        first = training.trace
+        assert set(first["step"].tolist()) == {1}
+        training.step(**models.tokens())
+        training.save()
+        trace, records = training.trace, training.records
+        total = {name: sum(r[name] for r in records) for name in ("tiles", "retries", "up_bytes", "down_bytes")}
+        assert trace.accepted.sum() == total["tiles"] == len(trace) - total["retries"]
+        assert trace["up_bytes"].sum() == total["up_bytes"]
+        assert 0 < trace["down_bytes"].sum() <= total["down_bytes"]  # who loses a race to deliver may have fetched too
+        assert set(trace.names["gemm"]) == set(training.plan.by_gemm)
+        for column in ("download", "compute", "verify"):
+            assert (trace[column] > 0).all()
+        seconds = sum(record["seconds"] for record in training.records)
+        assert 0 < trace.of_step(1).seconds + trace.of_step(2).seconds < 1.5 * seconds
+        assert (trace["upload"] > 0).any()  # the first tiles are sent before the device knows the server's time
+        assert list(Trace.load(tmp_path / "run" / "trace")) == list(trace)
+        assert list(training.trace) == list(trace)
+
+
 def test_without_a_folder_the_remedy_is_named(client: Client) -> None:
     with trainer(client, None) as training, pytest.raises(CheckpointError, match=r"Trainer\(\.\.\., checkpoint="):
         training.save()
@@ -68,3 +96,20 @@ def test_the_run_of_a_client_that_left_makes_room(fleet: LocalFleet, client: Cli
         assert training.resume() == 1
         training.step(**models.tokens())
         assert training.save() == 2
+
+
+def test_a_save_that_fails_costs_nothing_but_itself(client: Client, tmp_path: Path) -> None:
+    batches = [models.tokens(seed=seed) for seed in range(3)]
+    with trainer(client, None) as calm:
+        expected = [calm.step(**batch) for batch in batches]
+    with trainer(client, tmp_path / "run") as training:
+        losses = [training.step(**batches[0])]
+        assert training.save() == 1
+        losses.append(training.step(**batches[1]))
+        limit = dask.config.set({"cleave.checkpoint.max_bytes": "1 kB"})
+        with limit, pytest.raises(CheckpointError, match=r"max_bytes is 1 kB; set it to at least \d+"):
+            training.save()
+        losses.append(training.step(**batches[2]))
+        assert losses == expected
+        assert training.save() == 3
+    assert TileStore(tmp_path / "run").steps() == (1, 3)

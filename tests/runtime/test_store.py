@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import cleave_dask
 from cleave_dask.errors import CheckpointError, InputError
-from cleave_dask.runtime import store as module
+from cleave_dask.runtime import zarr_files as module
 from cleave_dask.runtime.store import Expectation, State, StoredArray, TileStore
 
 ROOT = Path(cleave_dask.__file__).parents[1]
@@ -137,6 +137,37 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path: Path) -> 
     store.close()
     with pytest.raises(InputError, match="keep=0"):
         TileStore(tmp_path, keep=0)
+
+
+def test_a_limit_of_bytes_removes_old_steps_but_never_the_newest(tmp_path: Path) -> None:
+    with small(tmp_path / "measured") as measured:
+        measured.save(1, example(1))
+    size = module.size_of(tmp_path / "measured") + 200  # checksums have more or fewer digits
+    needed = sum(array.data.nbytes for array in example(1).arrays.values()) + 8192 * 5  # what a save reckons with
+    limit = 2 * size + needed
+    store = TileStore(tmp_path / "run", keep=9, max_bytes=limit, chunk_bytes=256)
+    for step in range(1, 6):
+        store.save(step, example(step))
+        assert module.size_of(store.folder) <= limit
+    assert store.steps() == (3, 4, 5)
+    store.max_bytes = needed
+    with pytest.raises(
+        CheckpointError, match=r"of the newest step.*max_bytes is .*; set it to at least \d+$"
+    ) as caught:
+        store.save(6, example(6))
+    assert store.steps() == (5,)
+    assert_same(store.load(), example(5))
+    store.max_bytes = int(str(caught.value).split()[-1])
+    store.save(6, example(6))
+    assert store.steps() == (5, 6)
+    store.close()
+
+
+def test_a_save_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    with small(tmp_path / "a") as one, small(tmp_path / "b") as two:
+        first, second = one.save(1, example(1)), two.save(1, example(2))
+        assert one.load().identity == first != second == two.load().identity
+        assert one.save(1, example(1)) != first
 
 
 def test_a_run_that_went_back_goes_on_from_where_it_went(saved: TileStore) -> None:
