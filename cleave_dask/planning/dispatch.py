@@ -91,7 +91,7 @@ class Dispatcher:
 
     def expected(self, parcel: ParcelId, device: str) -> float:
         """Seconds that a parcel is expected to take on a device, by its figures and its pace so far."""
-        return self._seconds(self._parcels[parcel], self._devices[device])
+        return self._seconds(self._parcels[parcel], device, self._devices[device])
 
     # Events: devices
 
@@ -166,7 +166,7 @@ class Dispatcher:
         if state is not None and this.holder is not None:
             self._drop(state, parcel)
             if done:
-                self._observe(state, this, now)
+                self._observe(this.holder, state, this, now)
             state.since = now
             state.heard, state.silent = max(state.heard, now), False
             self._has_room(this.holder)
@@ -219,10 +219,10 @@ class Dispatcher:
                 continue
             first = self._parcels[next(iter(state.flying))]
             begun = max(state.since, first.sent)
-            if now < begun + self._patience(state):
+            if now < begun + self._patience(name, state):
                 continue
             if state.heard > begun:  # it lives, so it is slow
-                state.pace = max(state.pace or 0.0, (now - begun) / state.figures.seconds(first.work))
+                state.pace = max(state.pace or 0.0, (now - begun) / self._cost(first, name, state))
             for parcel in state.flying:
                 this = self._parcels[parcel]
                 this.holder, this.late_on = None, (*this.late_on, name)
@@ -236,10 +236,9 @@ class Dispatcher:
 
     # Inside
 
-    def _patience(self, state: DeviceState) -> float:
+    def _patience(self, name: str, state: DeviceState) -> float:
         """Seconds within which a device must show something."""
-        alone = max(state.figures.seconds(self._parcels[parcel].work) for parcel in state.flying)
-        longest = alone * max(1.0, self.pace if state.pace is None else state.pace)  # the first has nothing to overlap
+        longest = max(self._seconds(self._parcels[parcel], name, state) for parcel in state.flying)
         handovers = min(len(self._parcels[parcel].late_on) for parcel in state.flying)
         return (FACTOR * longest + GRACE) * 2.0 ** min(handovers, 8)
 
@@ -247,12 +246,17 @@ class Dispatcher:
         """Whether anybody but this device can take parcels."""
         return any(state.active for name, state in self._devices.items() if name != device)
 
-    def _seconds(self, this: WaitingParcel, state: DeviceState, *, alone: bool = False) -> float:
-        return state.figures.seconds(this.work, alone=alone) * (self.pace if state.pace is None else state.pace)
+    def _cost(self, this: WaitingParcel, device: str, state: DeviceState) -> float:
+        """Seconds of a parcel by a device's figures; what its planned device has of slices, another must fetch."""
+        return state.figures.seconds(this.work, alone=device != this.planned)
 
-    def _observe(self, state: DeviceState, this: WaitingParcel, now: float) -> None:
+    def _seconds(self, this: WaitingParcel, device: str, state: DeviceState) -> float:
+        """The same, by the device's pace so far; a pace below 1 comes from overlap, which the last parcel has not."""
+        return self._cost(this, device, state) * max(1.0, self.pace if state.pace is None else state.pace)
+
+    def _observe(self, device: str, state: DeviceState, this: WaitingParcel, now: float) -> None:
         """A device's pace, from the time between its results."""
-        ratio = (now - max(state.since, this.sent)) / state.figures.seconds(this.work)
+        ratio = (now - max(state.since, this.sent)) / self._cost(this, device, state)
         state.pace = ratio if state.pace is None else (1 - _MEMORY) * state.pace + _MEMORY * ratio
         share = _MEMORY / max(1, len(self._devices))
         self.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
@@ -261,13 +265,13 @@ class Dispatcher:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
         for queue in (device, _ANYONE):
             parcel = self._first(queue, device, state)
-            if parcel is not None and not (self._sluggish(state) and self._better_left(parcel, state)):
+            if parcel is not None and not (self._sluggish(state) and self._better_left(parcel, device, state)):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
         victim = self._most_behind(device)
         if victim is not None:
             parcel = self._first(victim, device, state)
-            if parcel is not None and self._seconds(self._parcels[parcel], state, alone=True) < self._behind(victim):
+            if parcel is not None and self._seconds(self._parcels[parcel], device, state) < self._behind(victim):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
         return None
@@ -279,9 +283,9 @@ class Dispatcher:
             other.active and (other.pace or 0.0) <= SLUGGISH * self.pace for other in self._devices.values()
         )
 
-    def _better_left(self, parcel: ParcelId, state: DeviceState) -> bool:
+    def _better_left(self, parcel: ParcelId, device: str, state: DeviceState) -> bool:
         """Whether others would be through with everything that waits before this device were through with a parcel."""
-        here = self._seconds(self._parcels[parcel], state, alone=True)
+        here = self._seconds(self._parcels[parcel], device, state)
         there = state.figures.seconds(self._parcels[parcel].work) * self.pace
         return here > there * (SLUGGISH + self._waiting / len(self._devices))
 
