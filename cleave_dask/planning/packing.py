@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cleave_dask.planning.cost import Floats, Ints, Rates, Shape
+from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
 
 _SWEEPS = 24  # of the balancing; damped, it converges to a percent or so
 _TRIALS, _EFFORT = 24, 2048  # shuffles of a small fleet; trials times devices of a large one
@@ -94,10 +94,15 @@ def pack(job: Job, *, split_k: bool = True, shuffles: bool = True, seed: int = 0
 
 
 def stage_seconds(job: Job, extents: Floats) -> tuple[Floats, Floats, Floats]:
-    """Seconds that boxes of these extents (3, devices) take to come down, be multiplied, go up."""
+    """Seconds that boxes of these extents (3, devices) take to come down, be multiplied, go up.
+
+    Where no slice of a box fits into memory, its columns come down once for each part of its rows that does.
+    """
     rows, cols, ks = extents
     shape, rates = job.shape, job.rates
-    down = (rows + cols) * ks * shape.down_bytes / rates.down
+    room = resident(shape, rates)
+    again = np.where(np.minimum(rows, cols) * ks > room, np.maximum(1.0, 2.0 * rows * ks / room), 1.0)
+    down = (rows + cols * again) * ks * shape.down_bytes / rates.down
     up = rows * cols * shape.up_bytes / rates.up
     return down, rows * cols * ks * (shape.flops / shape.volume) / rates.flops, up
 
@@ -260,19 +265,27 @@ def _balanced(job: Job, draft: Arrangement) -> Arrangement:
 
 
 def _heights(job: Job, across: int, time: float, thickness: Floats, width: Floats) -> Floats:
-    """The greatest height of each box that its device can do by `time`.
+    """The greatest height of each box that its device can do by `time`, with a slice of it resident.
 
     The stages are linear in the height h: s = s0 + s1 h; and s (1 - 1/q) + sum / q <= time - start for each of them.
+    Where the slice along the width does not fit into memory, that along the height must, or the width comes down again:
+    then the downlink needs (1 + 2 w k / room) h.
     """
     extents = np.empty((3, len(width)))
     extents[across], extents[1 - across], extents[_K] = width, 0.0, thickness
     fixed = np.stack(stage_seconds(job, extents))
-    extents[1 - across] = 1.0
-    slope = np.stack(stage_seconds(job, extents)) - fixed
+    extents[1 - across] = 1e-9  # so low that its slice fits into any memory
+    slope = (np.stack(stage_seconds(job, extents)) - fixed) * 1e9
     shared = 1.0 / job.tiles
     room = time - job.start - fixed.sum(axis=0) * shared - fixed * (1.0 - shared)
     pace = slope * (1.0 - shared) + slope.sum(axis=0) * shared
-    return np.asarray(np.maximum((room / np.maximum(pace, 1e-300)).min(axis=0), 0.0), dtype=np.float64)
+    height = (room / np.maximum(pace, 1e-300)).min(axis=0)
+    kept = resident(job.shape, job.rates)
+    if (width * thickness > kept).any():
+        again = slope[0] * (1.0 + 2.0 * width * thickness / kept)
+        slow = (time - job.start) / np.maximum(np.maximum(again, slope[1:].max(axis=0)), 1e-300)
+        height = np.where(width * thickness > kept, np.minimum(height, np.maximum(kept / thickness, slow)), height)
+    return np.asarray(np.maximum(height, 0.0), dtype=np.float64)
 
 
 def _rounded(shape: Shape, draft: Arrangement) -> tuple[Ints, Ints]:

@@ -16,7 +16,7 @@ from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import StepGraph
-from cleave_dask.planning.cost import IN_FLIGHT, Floats, Ints, Rates, Shape
+from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape
 from cleave_dask.planning.values import Column, Plan, Tiles
 
 _SPREAD = 64  # devices among which the tiles of one that left are spread, at least
@@ -46,7 +46,10 @@ def replan(
     seconds = plan.seconds * (1.0 + share)
     return replace(
         plan,
-        by_gemm={name: Tiles(name, plan.by_gemm[name].ranges, owners[name], mover.names) for name in plan.by_gemm},
+        by_gemm={
+            name: Tiles(name, tiles.ranges, owners[name], mover.names, tiles.together)
+            for name, tiles in plan.by_gemm.items()
+        },
         seconds=max(seconds, plan.bound_seconds),
         peak_memory=mover.peaks(),
         reasons=mover.reasons(gone, new),
@@ -119,7 +122,7 @@ class _Mover:
         for turn, (name, owner) in enumerate(owners.items() if places else ()):
             for place in places:
                 heavy, sizes = self._open(name, np.arange(len(owner)), self._bytes(name, np.arange(len(owner))))
-                fits = np.flatnonzero(sizes * IN_FLIGHT <= self.memory[place])
+                fits = np.flatnonzero(sizes * AT_ONCE <= self.memory[place])
                 if len(fits):
                     order = fits[np.argsort(-self.busy[owners[name][heavy[fits]]], kind="stable")]
                     chosen = order[turn % min(len(order), _SPREAD) :][: max(1, each)]
@@ -129,7 +132,7 @@ class _Mover:
 
     def _handed(self, name: str, owner: Column, tiles: Ints, sizes: Floats, takers: Ints) -> Column:
         """The owners of a gemm's tiles after `tiles` went to `takers` in turn, each to one that can hold it."""
-        size = sizes * IN_FLIGHT
+        size = sizes * AT_ONCE
         taker = np.resize(takers, len(tiles)) if len(takers) != len(tiles) else takers
         for place in np.flatnonzero(size > self.memory[taker]).tolist():
             roomy = np.flatnonzero(self.memory >= size[place])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.graph.ir import Gemm
-from cleave_dask.planning.cost import IN_FLIGHT, tile_memory
+from cleave_dask.planning.cost import AT_ONCE, tile_memory
 from cleave_dask.planning.planner import Tiling, plan
 from cleave_dask.planning.replanning import replan
 from cleave_dask.planning.values import Plan, Tile
@@ -37,7 +37,7 @@ def test_every_tiling_partitions_fits_and_respects_its_bound(part: Gemm, fleet: 
     assert_partition(found, part)
     for tile in found.tiles:
         assert tile.device is not None
-        assert IN_FLIGHT * tile_memory(part, tile.rows, tile.cols, tile.ks) <= fleet.device(tile.device).memory
+        assert AT_ONCE * tile_memory(part, tile.rows, tile.cols, tile.ks) <= fleet.device(tile.device).memory
         assert tiling == "3d" or tile.ks == (0, part.k) or tiling == "even"
     assert all(found.peak_memory[device.name] <= device.memory for device in fleet)
     assert found.bound_seconds <= found.seconds
@@ -130,7 +130,7 @@ def test_replan_moves_only_what_must_move(seed: int) -> None:
 def test_bad_input_says_what_how_much_and_what_to_do() -> None:
     part, fleet = make_gemm(64, 64, 64), Fleet.sample(3)
     tiny = Fleet(fleet.server, tuple(replace(device, memory=8.0) for device in fleet))
-    with pytest.raises(PlanError, match="has 8 B; leave that device out or lower the batch"):
+    with pytest.raises(PlanError, match="has 8 B; add larger devices or lower the batch"):
         plan(graph_of(part), tiny, min_flops=0)
     with pytest.raises(PlanError, match="give every extent at least 1"):
         plan(graph_of(replace(part, m=0)), fleet, min_flops=0)
