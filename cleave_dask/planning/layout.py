@@ -11,6 +11,7 @@ operands, a slice that both need once, for each of the gemms that it works on at
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -57,12 +58,12 @@ class Layout:
         """Seconds before the first byte of each device moves."""
         return self.latency + self.queue
 
-    @property
+    @cached_property
     def finish(self) -> Floats:
         """Seconds after which each device is through."""
         return self.start + pipelined(self.stages[0], self.stages[2], self.stages[1], self.tiles)
 
-    @property
+    @cached_property
     def devices_seconds(self) -> float:
         """Seconds until the last device is through."""
         return float(self.finish.max())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
+from cleave_dask.planning.balancing import Job
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
     AT_ONCE,
@@ -28,11 +29,12 @@ from cleave_dask.planning.cost import (
     smallest_bytes,
 )
 from cleave_dask.planning.layout import Layout, lay_out
-from cleave_dask.planning.packing import Job, aligned_unit, pack
+from cleave_dask.planning.packing import aligned_unit, pack
 
 _MOST_TILES = 64  # of a device; more bring less than a percent
 _LEAST_TILE = 0.02  # seconds: shorter tiles cost more in messages than their overlap brings
 _ENDLESS = 1 << 20  # as if it never had to wait for its first tile nor its last: others' tiles fill in
+_PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -158,9 +160,9 @@ def _laid_out(
     slot: float,
     filler: bool,
 ) -> Layout:
-    """The tiles of a division."""
+    """The tiles of a division: the best of a few packings."""
     if shape.kind != "gemm":
-        boxes, owner, tiles = _dealt(shape, shares)
+        packed = [_dealt(shape, shares)]
     else:
         results = np.maximum(shares.results, 1.0)
         side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
@@ -169,10 +171,15 @@ def _laid_out(
         depth = np.clip(shares.volume / results, 1e-9, shape.k) if split_k else np.full(len(side), float(shape.k))
         best = np.stack([rows, cols, depth])
         job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best)
-        boxes, who = pack(job, split_k=split_k, shuffles=not filler)
-        owner, tiles = shares.devices[who], shares.tiles[who]
-    cut, whose = cut_boxes(shape, boxes, owner, rates, tiles)
-    return lay_out(shape, cut, whose, rates, server, scheduler_seconds=slot)
+        many = 1 if filler else _PRICED if len(side) > _MANY_DEVICES else 2 * _PRICED
+        packed = [
+            (boxes, shares.devices[who], shares.tiles[who]) for boxes, who in pack(job, split_k=split_k, many=many)
+        ]
+    layouts = []
+    for boxes, owner, tiles in packed:
+        cut, whose = cut_boxes(shape, boxes, owner, rates, tiles)
+        layouts.append(lay_out(shape, cut, whose, rates, server, scheduler_seconds=slot))
+    return min(layouts, key=lambda layout: layout.seconds)
 
 
 def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
@@ -211,7 +218,7 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints)
     rows = np.arange(len(boxes))
     room = resident(shape, rates)[owner]
     passes = np.ceil(sizes[:, 0] * sizes[:, 2] / (room / 2))
-    again = sizes[:, :2].min(axis=1) * sizes[:, 2] > room
+    again = sizes[:, :2].min(axis=1) * sizes[:, 2] > 1.1 * room  # rounding may have made it a little larger
     if shape.kind == "gemm":
         parts[:, 0] = np.where(again, np.minimum(passes, sizes[:, 0]), 1)
     longer = np.where((sizes[:, 0] >= sizes[:, 1]) & ~again, 0, 1)
