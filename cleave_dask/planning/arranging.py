@@ -17,7 +17,7 @@ from cleave_dask.planning.balancing import Arrangement, Job, fitted
 from cleave_dask.planning.cost import Floats, Ints
 
 _MANY_DEVICES = 512  # from which on only the likeliest ways are tried
-_MANY = 64  # devices of a slab, from which on its columns need no dynamic programming
+_MANY = 24  # devices of a slab, from which on its columns need no dynamic programming
 _EVENED = 12  # devices of a slab, from which on chance evens out what slabs can send
 _FEW = 256  # devices of a zone, up to which slabs are evened one swap after another
 _K = 2

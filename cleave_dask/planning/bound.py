@@ -168,7 +168,7 @@ def _busiest(shape: Shape, rates: Rates, seconds: float) -> str:
 
 def _least(enough: Callable[[float], bool], *, start: float = 0.0) -> float:
     """The least number of seconds that is enough, from below: what is returned is not enough, or only just."""
-    low, high = start, max(1e-9, 1.02 * start)
+    low, high = start, max(1e-9, (1 + _PRECISION) * start)
     while not enough(high):
         low, high = high, 1.5 * high
         if high > 1e18:
