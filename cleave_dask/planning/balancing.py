@@ -12,7 +12,7 @@ import numpy as np
 
 from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
 
-_SWEEPS, _FIRST = 24, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
+_SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
 _K = 2
 
 
