@@ -3,7 +3,7 @@
     python benchmarks/planner.py [--quick] [--json out.json]
 
 For every gemm shape of the models and every fleet: predicted seconds, bound, their ratio, what binds, devices, tiles,
-CPU seconds. `geometry` is the ratio without the scheduler's cost per tile on either side: what shapes and packing lose.
+tiles of a parcel, CPU seconds. Then whole steps, against k never split and equal shares, and how planning grows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.table import Table
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.ir import Gemm, Operand, Role, StepGraph, Value
 from cleave_dask.planning.bound import gemm_bound
-from cleave_dask.planning.cost import SCHEDULER_SECONDS, Rates, Shape
+from cleave_dask.planning.cost import Rates, Shape
 from cleave_dask.planning.planner import Tiling, plan
 from cleave_dask.planning.replanning import replan
 from cleave_dask.planning.tiling import tile_gemm
@@ -129,8 +129,6 @@ def measure(model: str, shape: Shape, label: str, fleet: Fleet) -> dict[str, obj
     found = tile_gemm(shape, rates, fleet.server)
     cpu = process_time() - start
     bound, _ = gemm_bound(shape, rates, fleet.server)
-    free = tile_gemm(shape, rates, fleet.server, scheduler_seconds=0.0).seconds
-    free_bound, _ = gemm_bound(shape, rates, fleet.server, scheduler_seconds=0.0)
     return {
         "model": model,
         "shape": f"{shape.kind} {shape.m} x {shape.n} x {shape.k}",
@@ -138,10 +136,10 @@ def measure(model: str, shape: Shape, label: str, fleet: Fleet) -> dict[str, obj
         "seconds": found.seconds,
         "bound": bound,
         "ratio": found.seconds / bound,
-        "geometry": free / free_bound,
         "binding": found.binding,
         "devices": len(found.devices),
         "tiles": len(found.owner),
+        "together": found.together,
         "cpu": cpu,
     }
 
@@ -171,7 +169,6 @@ def step_row(model: str, label: str, fleet: Fleet, tiling: Tiling) -> dict[str, 
         "tiles": len(made.tiles),
         "cpu": cpu,
         "replan_ms": 1e3 * median(again),
-        "scheduler": SCHEDULER_SECONDS * len(made.tiles),
     }
 
 
@@ -204,14 +201,18 @@ def main() -> None:
                     seen.add((label, shape))
                     rows.append(measure(model, shape, label, fleet))
     show("one gemm", rows, console)
-    for key in ("ratio", "geometry"):
-        values = sorted(float(str(row[key])) for row in rows)
-        tenth = values[int(0.9 * len(values))]
-        console.print(f"{key}: median {median(values):.3f}, 90% {tenth:.3f}, worst {values[-1]:.3f}")
+    for label in (*fleets, ""):
+        values = sorted(float(str(row["ratio"])) for row in rows if row["fleet"] == label or not label)
+        tenth, many = values[int(0.9 * len(values))], sum(value > 1.10 for value in values)
+        summary = f"median {median(values):.3f}, 90% {tenth:.3f}, worst {values[-1]:.3f}"
+        console.print(f"{label or 'all'}: {summary}, above 1.10: {many} of {len(values)}")
     tilings: tuple[Tiling, ...] = ("3d", "2d", "even")
-    steps = [step_row("llama2-13b", "home-1024", Fleet.load("home-1024"), tiling) for tiling in tilings]
+    steps = [step_row("opt-1.3b", "lab-8", Fleet.load("lab-8"), tiling) for tiling in tilings]
+    steps += [step_row("llama2-13b", "home-1024", Fleet.load("home-1024"), tiling) for tiling in tilings]
     steps += [step_row("llama2-13b", "mixed-1024", Fleet.load("mixed-1024"), tiling) for tiling in tilings]
     growth = (64, 256, 1024) if options.quick else (64, 256, 1024, 4096, 8192)
+    if not options.quick:
+        steps.append(step_row("llama2-13b", "home-8192", Fleet.load("home-8192"), "3d"))
     steps += [step_row("llama2-13b", f"sample-{n}", Fleet.sample(n), "3d") for n in growth]
     steps += [step_row(model, "sample-256", Fleet.sample(256), "3d") for model in models]
     show("one step, and growth", steps, console)

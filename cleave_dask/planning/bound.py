@@ -1,17 +1,17 @@
 """Lower bounds: no plan on a fleet can be faster, whatever its tiles.
 
 The plan space. A gemm is cut into cuboids (a batched op into ranges of cells), any number for a device, each computed
-by one device that has received the operands it needs, an operand number once at most for all its tiles. The server
-sends and takes everything, devices do not talk to each other, and the scheduler turns to one tile after another for
-`scheduler_seconds` each before the tile can start. The links' latency passes before a device's first result is back.
+by one device that has received the operands it needs, an operand number once at most for all its tiles, and that sends
+its result. The server sends and takes everything, devices do not talk to each other. The scheduler turns to one
+parcel after another for `scheduler_seconds` each before it can start, and every device needs at least one. The links'
+latency passes before a device's first result is back. Memory is left out: it can only make plans slower.
 
 Why it is a bound. `capacity.most` caps what a device can do in a time by the inequality of Loomis and Whitney, for any
-set of cuboids; `capacity.alone` caps a single tile. The tile in the scheduler's slot j starts after j slots, so it is
-worth at most alone(T - j s), as is any other tile of a device whose first is in slot j, for it may share operands with
-the first; and all its tiles are worth at most most(T - j s). The
-most that slots can be worth together is an assignment problem; for any prices of slots, the price of all slots plus
-each device's best gain at those prices is above it (weak duality). If even that is below the gemm's volume, T is
-too short. The server's links are bounded in the same way, by what must cross them at least.
+set of cuboids, and `capacity.lines` by the whole number of devices behind each number of the result. The device whose
+first parcel is in the scheduler's slot j has T - j s - latency seconds, and so a worth in that slot. The most that
+devices can be worth together is an assignment problem; for any prices of slots, the price of all slots plus each
+device's best gain at those prices is above it (weak duality). If even that is below what the gemm needs, T is too
+short. The server's links are bounded in the same way, by what must cross them at least.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ import numpy as np
 
 from cleave_dask.fleet.devices import Fleet, Server
 from cleave_dask.graph.ir import Gemm, StepGraph
-from cleave_dask.planning.capacity import alone, most
+from cleave_dask.planning.capacity import lines, most, reach
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
 
-_SLOT_GROUPS = 12  # slots of a group are priced alike, as if all were the first of the group
-_PRICES = (0.2, 0.5, 0.8)  # quantiles of a tile's worth over the devices, tried as the price of its slot
-_PRECISION = 2e-3
+_SLOT_GROUPS = 48  # slots of a group are priced alike, and are worth what the first of the group is
+_ALPHAS = (1.0, 0.85, 0.7, 0.55)  # volume against whole lines: each is a bound, the best of them is taken
+_PRECISION = 1e-3
 
 
 def gemm_bound(
     shape: Shape, rates: Rates, server: Server, *, scheduler_seconds: float = SCHEDULER_SECONDS
 ) -> tuple[float, str]:
     """Seconds below which no plan can finish a gemm of this shape alone, and the resource that says so."""
-    free = _least(lambda t: float(_whole(shape, most(shape, rates, t - rates.latency)[0]).sum()) >= shape.volume)
-    by_devices = _least(lambda t: _worth(shape, rates, t, scheduler_seconds) >= shape.volume, start=free)
+    free, alpha = 0.0, 1.0
+    for tried in _ALPHAS if shape.kind == "gemm" else (1.0,):
+        found = _by_devices(shape, rates, alpha=tried, slot=0.0, start=free)
+        free, alpha = (found, tried) if found > free else (free, alpha)
+    slot = scheduler_seconds
+    by_devices = _by_devices(shape, rates, alpha=alpha, slot=slot, start=free) if slot else free
     by_egress = _least(lambda t: _sent(shape, rates, server, t) >= shape.volume)
     by_ingress = shape.m * shape.n * shape.up_bytes / server.ingress
     found = max(by_devices, by_egress, by_ingress)
@@ -96,36 +100,43 @@ def _least_down(shape: Shape) -> float:
     return (shape.m + shape.n) * shape.k * shape.down_bytes
 
 
-def _worth(shape: Shape, rates: Rates, seconds: float, slot_seconds: float) -> float:
-    """At least the volume that the fleet can do in `seconds` when the scheduler starts one tile per slot."""
-    starts = seconds * np.arange(_SLOT_GROUPS) / _SLOT_GROUPS
-    slots = seconds / (_SLOT_GROUPS * slot_seconds) + 1.0 if slot_seconds else np.inf
-    total = float(_whole(shape, most(shape, rates, seconds - rates.latency)[0]).sum())
-    if total < shape.volume or slots * _SLOT_GROUPS > 16 * len(rates):
-        return total
-    left = (seconds - starts)[:, None] - rates.latency[None, :]
-    whole = _whole(shape, most(shape, rates, left)[0])
-    tile = np.minimum(_whole(shape, alone(shape, rates, left)[0]), whole)
-    sample = tile[:, :: max(1, len(rates) // 256)]
-    sample = np.sort(sample[:, sample[0] > 0], axis=1)
-    flat = np.minimum(whole[0], 4 * tile[0]).sum() / (4.0 * len(rates))  # about what a later tile is worth
-    for quantile in _PRICES if sample.size else ():
-        price = sample[:, int(quantile * sample.shape[1])]
-        for floor in (0.0, 0.3 * flat, flat):
-            raised = np.maximum(price, floor)
-            total = min(total, slots * float(raised.sum()) + float(_gain(whole, tile, raised).sum()))
-            if total < shape.volume:
-                return total
-    return total
+def _by_devices(shape: Shape, rates: Rates, *, alpha: float, slot: float, start: float) -> float:
+    """Seconds, more than `start`, below which the devices cannot do a gemm."""
+    needed = shape.volume / shape.k
+
+    def enough(seconds: float) -> bool:
+        if slot:
+            return _in_slots(shape, rates, seconds, alpha, slot) >= needed
+        return float(_worth(shape, rates, np.full(1, seconds), alpha).sum()) >= needed
+
+    return _least(enough, start=start)
 
 
-def _gain(whole: Floats, tile: Floats, price: Floats) -> Floats:
-    """What each device gains at most from slots at these prices; a tile after its first pays the least of them."""
-    cheapest = float(price.min())
-    value = np.maximum(tile, whole - 4 * cheapest)  # one tile, or more than four
-    for more in (1, 2, 3):
-        np.maximum(value, np.minimum(whole, (1 + more) * tile) - more * cheapest, out=value)
-    return np.asarray(np.maximum((value - price[:, None]).max(axis=0), 0.0), dtype=np.float64)
+def _worth(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
+    """What each device can do at most by `seconds`: lines of a gemm, whole cells of anything else."""
+    if shape.kind != "gemm":
+        return np.floor(most(shape, rates, seconds - rates.latency)[0] * (1 + 1e-9))
+    return lines(shape, rates, seconds - rates.latency, alpha)
+
+
+def _in_slots(shape: Shape, rates: Rates, seconds: float, alpha: float, slot: float) -> float:
+    """At least what the fleet can do in `seconds` when the scheduler starts one device per slot.
+
+    Prices as if the most worthy came first: the difference of the prices of two slots is what it costs those who have
+    the first of them to wait for the second.
+    """
+    slots = min(len(rates), int(seconds / slot) + 1)
+    firsts = np.unique(np.arange(_SLOT_GROUPS + 1) * slots // _SLOT_GROUPS)[:-1].astype(np.float64)
+    sizes = np.diff(np.append(firsts, slots)).astype(np.int64)
+    worth = _worth(shape, rates, (seconds - slot * (firsts + 1))[:, None], alpha)
+    order = np.argsort(-worth[0], kind="stable")
+    group = np.repeat(np.arange(len(firsts)), sizes)
+    holders = order[: len(group)]
+    later = np.minimum(group + 1, len(firsts) - 1)
+    loss = np.bincount(group, worth[group, holders] - worth[later, holders]) / sizes
+    last = worth[-1, order[slots]] if slots < len(order) else 0.0
+    price = np.cumsum(loss[::-1])[::-1] + last
+    return float(sizes @ price + np.maximum((worth - price[:, None]).max(axis=0), 0.0).sum())
 
 
 def _sent(shape: Shape, rates: Rates, server: Server, seconds: float) -> float:
@@ -134,10 +145,9 @@ def _sent(shape: Shape, rates: Rates, server: Server, seconds: float) -> float:
     budget = server.egress * seconds
     if shape.kind != "gemm":
         return min(float(volume.sum()), budget / shape.down_bytes)
-    side = float(min(shape.m, shape.n))
-    reach = np.where(results <= side**2, np.sqrt(results) / 2.0, results * side / (side**2 + results))
-    order = np.argsort(-reach)
-    need = volume[order] * shape.down_bytes / np.maximum(reach[order], 1e-12)
+    thrift = reach(shape, results)
+    order = np.argsort(-thrift)
+    need = volume[order] * shape.down_bytes / np.maximum(thrift[order], 1e-12)
     spent = np.cumsum(need)
     part = np.clip((budget - (spent - need)) / np.maximum(need, 1e-12), 0.0, 1.0)
     return float((volume[order] * part).sum())
@@ -156,16 +166,11 @@ def _busiest(shape: Shape, rates: Rates, seconds: float) -> str:
     return max(gains, key=lambda name: gains[name])
 
 
-def _whole(shape: Shape, volume: Floats) -> Floats:
-    """Cells of a batched op cannot be divided."""
-    return volume if shape.kind == "gemm" else np.floor(volume * (1 + 1e-9))
-
-
-def _least(enough: Callable[[float], bool], *, start: float = 1e-9) -> float:
+def _least(enough: Callable[[float], bool], *, start: float = 0.0) -> float:
     """The least number of seconds that is enough, from below: what is returned is not enough, or only just."""
-    low, high = start, 1.5 * start
+    low, high = start, max(1e-9, (1 + _PRECISION) * start)
     while not enough(high):
-        low, high = high, 2.0 * high
+        low, high = high, 1.5 * high
         if high > 1e18:
             return float("inf")
     while high - low > _PRECISION * low:

@@ -8,17 +8,26 @@ such set V^2 <= a b c, whatever its shape. Besides V <= c K, V <= a N, V <= b M.
     V <= D c l / (l^2 + c)         otherwise                                   (attained by a cuboid l wide)
 
 Both grow with c, so within t seconds, c = min(U t / w, M N) and D = B t / w give the most a device can do when its
-transfers overlap perfectly (`most`). One tile alone cannot overlap with itself, so its three stages add up (`alone`).
-Links are in bytes/s, w in bytes, the result in multiplications; cells of a batched op cost the same whichever they are.
+transfers overlap perfectly (`most`). Links are in bytes/s, w in bytes, the result in multiplications; cells of a
+batched op cost the same whichever they are.
+
+Lines (`lines`). Call the K multiplications behind one number of C a line. Lines are covered by whole numbers of
+devices: one alone, or at least two. So a line can be booked as 1 to a device that does all of it, and as 1/2 to each
+that does a part; all bookings of a plan are then at least M N, as are all volumes over K, and so is every mean:
+
+    sum over devices of  alpha V / K + (1 - alpha) (c1 + c2 / 2)  >=  M N      0 <= alpha <= 1
+
+with c1 lines that the device does alone and c2 of which it does a part. What is the most that a device can book? In the
+plane of one k, v products need at least f(v) numbers of A and B, f(v) = 2 sqrt(v), or l + v / l from l^2 on, which is
+concave in v. So it does best with only two sorts of planes: all c = c1 + c2 lines in some, the c1 alone in the others;
+and the booking is then convex in f(c1), so the best c1 is the least or the greatest: 0, or f(c1) = D / K.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from cleave_dask.planning.cost import IN_FLIGHT, Floats, Rates, Shape
-
-_ROUNDS = 3  # an odd number: the value after an odd number of rounds is never too small
+from cleave_dask.planning.cost import Floats, Rates, Shape
 
 
 def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
@@ -32,26 +41,23 @@ def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
         return volume, volume
     received = rates.down * time / shape.down_bytes
     results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
-    volume = np.minimum(received * _reach(shape, results), np.minimum(compute, results * shape.k))
+    volume = np.minimum(received * reach(shape, results), np.minimum(compute, results * shape.k))
     return np.minimum(volume, shape.volume), results
 
 
-def alone(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
-    """The largest single tile that each device can finish in `seconds`, in memory, and the results it then sends."""
-    time = np.maximum(seconds, 0.0)
-    rate = rates.flops * (shape.volume / shape.flops)  # volume per second
-    if shape.kind != "gemm":
-        each = shape.down_bytes / rates.down + shape.up_bytes / rates.up + 1.0 / rate
-        room = rates.memory / (IN_FLIGHT * (shape.down_bytes + shape.up_bytes))
-        volume = np.minimum(np.minimum(time / each, room), shape.volume)
-        return volume, volume
-    left = time
-    for _ in range(_ROUNDS):
-        volume, results = _exchanged(shape, rates, left)
-        left = np.maximum(time - volume / rate, 0.0)
-    room = rates.memory / (IN_FLIGHT * shape.down_bytes)  # numbers; m k + k n + m n <= room gives V <= (room / 3)^1.5
-    volume = np.minimum(np.minimum(volume, rate * time), (room / 3.0) ** 1.5)
-    return np.minimum(volume, shape.volume), results
+def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
+    """The most lines of a gemm that each device can book in `seconds`, by volume (alpha) and whole (1 - alpha)."""
+    if alpha == 1.0:
+        return most(shape, rates, seconds)[0] / shape.k
+    time, side = np.maximum(seconds, 0.0), float(min(shape.m, shape.n))
+    received = rates.down * time / (shape.down_bytes * shape.k)
+    results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
+    compute = rates.flops * time * (shape.volume / (shape.flops * shape.k))
+    alone = np.minimum(np.where(received <= 2 * side, received**2 / 4.0, side * (received - side)), results)
+    parts = alpha * np.minimum(received * reach(shape, results), results) + (1 - alpha) * results / 2.0
+    booked = np.maximum(alpha * alone + (1 - alpha) * (results + alone) / 2.0, parts)
+    limited = alpha * compute + (1 - alpha) * (results + alone) / 2.0
+    return np.asarray(np.minimum(booked, limited), dtype=np.float64)
 
 
 def cell_seconds(shape: Shape, rates: Rates) -> Floats:
@@ -63,32 +69,7 @@ def cell_seconds(shape: Shape, rates: Rates) -> Floats:
     return np.stack([shape.down_bytes / rates.down, compute, shape.up_bytes / rates.up])
 
 
-def _exchanged(shape: Shape, rates: Rates, time: Floats) -> tuple[Floats, Floats]:
-    """The largest tile whose download and upload, one after the other, take `time`; and its results.
-
-    With c results, c w / U seconds go up and the rest is left for D. The product D(c) reach(c) is largest at
-    c = t U / 3w (square) or where c^2 + 2 l^2 c = l^2 t U / w (l wide); where that would need k > K, at D reach = c K.
-    """
-    width = shape.down_bytes
-    longest = rates.up * time / shape.up_bytes  # numbers that could go up if nothing came down
-    side = float(min(shape.m, shape.n))
-    uneven = rates.down / rates.up * (shape.up_bytes / width)
-    budget = rates.down * time / width  # numbers that could come down if nothing went up
-    square = longest / 3.0
-    wide = -(side**2) + np.sqrt(side**4 + side**2 * longest)
-    deep = ((np.sqrt(shape.k**2 + uneven * budget) - shape.k) / uneven) ** 2
-    deep_wide = np.maximum(budget * side - shape.k * side**2, 0.0) / (shape.k + uneven * side)
-    best, best_results = np.zeros_like(time), np.zeros_like(time)
-    for candidate in (square, wide, deep, deep_wide):
-        results = np.minimum(np.minimum(candidate, longest), shape.m * shape.n)
-        received = np.maximum(budget - uneven * results, 0.0)
-        volume = np.minimum(received * _reach(shape, results), results * shape.k)
-        better = volume > best
-        best, best_results = np.where(better, volume, best), np.where(better, results, best_results)
-    return best, best_results
-
-
-def _reach(shape: Shape, results: Floats) -> Floats:
+def reach(shape: Shape, results: Floats) -> Floats:
     """Multiplications for each number received, at most, when `results` numbers are sent: V <= D * reach."""
     side = float(min(shape.m, shape.n))
     return np.where(results <= side**2, np.sqrt(results) / 2.0, results * side / (side**2 + results))

@@ -6,11 +6,11 @@ For a gemm tile of m x n x k numbers of w bytes on a device with downlink B, upl
     up       m n w / U              seconds
     compute  2 m n k / F            seconds
     latency  2 (down + up latency)  the tile is assigned, asks for its operands, gets them, and sends its result
-    memory   (m k + k n + m n) w    bytes, for each of the IN_FLIGHT tiles that a device holds at once
+    memory   (m k + k n + m n) w    bytes, a slice that tiles in flight share counted once
 
 A batched product or an attention is cut by batch and head group; a tile moves and computes its share of the whole.
 The server's egress and ingress carry the sum of all downloads and uploads, and the scheduler spends
-SCHEDULER_SECONDS on every tile, one after another: resources like any other.
+SCHEDULER_SECONDS on every parcel, one after another: resources like any other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ from cleave_dask.planning.values import Tile
 IN_FLIGHT = 3
 """Tiles that a device holds at once: one coming down, one in the multiplier, one going up."""
 
+AT_ONCE = 2
+"""Gemms that a device works on at once, one ending and one beginning: of each it holds two consecutive tiles."""
+
+_RESIDENT = 0.8  # of what a gemm may fill of a device's memory: the slice that stays while tiles stream past
+
 SCHEDULER_SECONDS = 0.5e-3
-"""Seconds that the scheduler, one tile after another, spends on each (measured: 0.4 to 0.7 ms)."""
+"""Seconds that the scheduler, one parcel after another, spends on each (measured: 0.4 to 0.7 ms)."""
 
 ROUND_TRIPS = 2
 """Times that a tile's first byte waits for the links: assigned and asked for; sent and answered."""
@@ -105,6 +110,17 @@ class Rates:
 
     def __len__(self) -> int:
         return len(self.down)
+
+
+def resident(shape: Shape, rates: Rates) -> Floats:
+    """Numbers of the operand slice that each device can keep for all tiles of a box."""
+    return _RESIDENT * rates.memory / (AT_ONCE * shape.down_bytes)
+
+
+def smallest_bytes(shape: Shape) -> float:
+    """Bytes that a device needs at least to take part: for two smallest tiles of each of the gemms it works on."""
+    cell = shape.down_bytes + shape.up_bytes if shape.kind != "gemm" else 2 * shape.down_bytes + shape.up_bytes
+    return 2 * AT_ONCE * cell
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from cleave_dask.errors import PlanError
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import Range
-from cleave_dask.planning.cost import IN_FLIGHT, Ints, Rates, Shape
+from cleave_dask.planning.cost import AT_ONCE, Ints, Rates, Shape
 
 ALIGN = 8
 """Cuts fall on multiples of this where the extent allows: kernels like full vectors."""
@@ -46,7 +46,7 @@ def even_grid(shape: Shape, rates: Rates, *, label: str = "", smallest_name: str
     """The coarsest grid with a tile for each device whose tiles fit into the smallest device."""
     room = float(rates.memory.min())
     grid = _squarest(shape, len(rates))
-    while (need := IN_FLIGHT * largest_bytes(shape, grid)) > room:
+    while (need := 2 * AT_ONCE * largest_bytes(shape, grid)) > room:
         finer = _finer(shape, grid)
         if finer is None:
             raise PlanError(

@@ -1,21 +1,27 @@
 """A layout: the tiles of one gemm as columns of numbers, whose each is, and what that costs on every resource.
 
 A device's slices are fetched once for all its tiles that share them while its memory lasts; where it does not, a slice
-that the last tiles did not use comes down again. A device's time is its start (latency and its place in the scheduler's
-queue, longest work first) and its pipelined stages; the gemm's time is that of the last device, or of the scheduler or
-the server's links if those take longer.
+that the last tiles did not use comes down again. Tiles go out in parcels: as many for each device as take the scheduler
+no more than a quarter of the gemm's time, but one at least. A device's time is its start (latency and the place of its
+first parcel in the scheduler's queue, longest work first) and its pipelined stages; the gemm's time is that of the last
+device, or of the scheduler or the server's links if those take longer. In memory a device has two tiles with their
+operands, a slice that both need once, for each of the gemms that it works on at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
 
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
-from cleave_dask.planning.cost import IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape, pipelined
+from cleave_dask.planning.cost import AT_ONCE, IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape, pipelined
 
 STAGES = ("downlink", "compute", "uplink")
+
+_SCHEDULER_SHARE = 0.25  # of a gemm's time that the scheduler may spend on its parcels, if there are more than it must
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +34,10 @@ class Layout:
     devices: Ints  # that have a tile
     stages: Floats  # (3, devices): seconds down, in the multiplier, up
     tiles: Ints  # of each device
-    memory: Floats  # bytes that each device needs for its largest tiles in flight
+    together: int  # tiles of a parcel
+    memory: Floats  # bytes that each device needs at most
     latency: Floats  # seconds that the first result of each device waits for its links
-    queue: Floats  # seconds that the first tile of each device waits for the scheduler
+    queue: Floats  # seconds that the first parcel of each device waits for the scheduler
     down_bytes: float
     up_bytes: float
     egress_seconds: float
@@ -51,12 +58,12 @@ class Layout:
         """Seconds before the first byte of each device moves."""
         return self.latency + self.queue
 
-    @property
+    @cached_property
     def finish(self) -> Floats:
         """Seconds after which each device is through."""
         return self.start + pipelined(self.stages[0], self.stages[2], self.stages[1], self.tiles)
 
-    @property
+    @cached_property
     def devices_seconds(self) -> float:
         """Seconds until the last device is through."""
         return float(self.finish.max())
@@ -88,7 +95,7 @@ def lay_out(
     scheduler_seconds: float = SCHEDULER_SECONDS,
 ) -> Layout:
     """The layout of these tiles, priced."""
-    order = np.lexsort((ranges[:, 2], ranges[:, 0], ranges[:, 4]))
+    order = np.lexsort(ranges.T[[3, 2, 1, 0, 5, 4]])
     ranges, owner = ranges[order], owner[order]
     devices, which = np.unique(owner, return_inverse=True)
     here = rates.take(devices)
@@ -96,13 +103,12 @@ def lay_out(
     volume = np.bincount(which, size.prod(axis=1))
     up = np.bincount(which, size[:, 0] * size[:, 1]) * shape.up_bytes
     tiles = np.bincount(which)
-    largest = np.zeros(len(devices))
-    np.maximum.at(largest, which, footprint(shape, size))
     down = _down(shape, ranges, which, size, here.memory)
     stages = np.stack([down / here.down, volume * (shape.flops / shape.volume) / here.flops, up / here.up])
     work = pipelined(stages[0], stages[2], stages[1], tiles) + here.latency
     place = np.empty(len(devices))
     place[np.argsort(-work, kind="stable")] = np.arange(1, len(devices) + 1)
+    together = _together(tiles, scheduler_seconds, float(work.max()))
     return Layout(
         shape=shape,
         ranges=ranges,
@@ -110,14 +116,15 @@ def lay_out(
         devices=devices,
         stages=stages,
         tiles=tiles,
-        memory=IN_FLIGHT * largest,
+        together=together,
+        memory=AT_ONCE * _held(shape, ranges, which, size),
         latency=here.latency,
         queue=scheduler_seconds * place,
         down_bytes=float(down.sum()),
         up_bytes=float(up.sum()),
         egress_seconds=float(down.sum()) / server.egress,
         ingress_seconds=float(up.sum()) / server.ingress,
-        scheduler_seconds=scheduler_seconds * len(owner),
+        scheduler_seconds=scheduler_seconds * float(np.ceil(tiles / together).sum()),
     )
 
 
@@ -126,6 +133,33 @@ def footprint(shape: Shape, size: Floats) -> Floats:
     if shape.kind != "gemm":
         return size[:, 0] * size[:, 1] * (shape.down_bytes + shape.up_bytes)
     return (size[:, 0] + size[:, 1]) * size[:, 2] * shape.down_bytes + size[:, 0] * size[:, 1] * shape.up_bytes
+
+
+def _together(tiles: Ints, slot: float, seconds: float) -> int:
+    """Tiles of a parcel: few, so that parcels can go to whoever is free, if the scheduler has the time."""
+    most = int(tiles.max())
+    parcels = _SCHEDULER_SHARE * seconds / (slot * len(tiles)) if slot else most
+    return ceil(most / min(most, max(1, int(parcels))))
+
+
+def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
+    """Bytes of any two consecutive tiles of each device at most, operands and results."""
+    order = np.argsort(which, kind="stable")
+    who, area = which[order], size[order, 0] * size[order, 1]
+    if shape.kind != "gemm":
+        slices = [area * shape.down_bytes]
+        same = [np.zeros(len(order) - 1, dtype=bool)]
+    else:
+        slices = [size[order, axis] * size[order, 2] * shape.down_bytes for axis in (0, 1)]
+        keys = [ranges[order][:, [2 * axis, 2 * axis + 1, 4, 5]] for axis in (0, 1)]
+        same = [(key[1:] == key[:-1]).all(axis=1) for key in keys]
+    held = sum(slices) + area * shape.up_bytes
+    pair = held.copy()
+    before = area[:-1] * shape.up_bytes + sum(np.where(s, 0.0, part[:-1]) for s, part in zip(same, slices, strict=True))
+    pair[1:] += np.where(who[1:] == who[:-1], before, 0.0)
+    most = np.zeros(who[-1] + 1)
+    np.maximum.at(most, who, pair)
+    return most
 
 
 def _down(shape: Shape, ranges: Ints, which: Ints, size: Floats, memory: Floats) -> Floats:

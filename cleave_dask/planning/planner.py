@@ -13,8 +13,9 @@ import numpy as np
 
 from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Fleet
+from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import Gemm, StepGraph
-from cleave_dask.planning.cost import IN_FLIGHT, SCHEDULER_SECONDS, Rates, Shape
+from cleave_dask.planning.cost import SCHEDULER_SECONDS, Rates, Shape, smallest_bytes
 from cleave_dask.planning.filling import place_filler
 from cleave_dask.planning.grid import ALIGN, Grid, cut, even_grid, grid_tiles
 from cleave_dask.planning.layout import Layout, lay_out
@@ -22,7 +23,7 @@ from cleave_dask.planning.pricing import priced
 from cleave_dask.planning.tiling import tile_gemm
 from cleave_dask.planning.values import Plan
 
-__all__ = ["ALIGN", "IN_FLIGHT", "MIN_FLOPS", "Grid", "Tiling", "cut", "plan"]
+__all__ = ["ALIGN", "MIN_FLOPS", "Grid", "Tiling", "cut", "plan"]
 
 MIN_FLOPS = 1e6
 """Gemms with fewer operations than this are not worth a task, let alone a transfer."""
@@ -77,6 +78,8 @@ def _shaped(sent: list[Gemm], fleet: Fleet, *, split_k: bool, scheduler_seconds:
     rates = Rates.of(fleet)
     critical = [gemm for gemm in sent if gemm.role != "dW"]
     filler = [gemm for gemm in sent if gemm.role == "dW"] if critical else []
+    for gemm in sent:
+        _require_memory(gemm, fleet)
     known: dict[Shape, Layout] = {}
     for gemm in critical or sent:
         shape = Shape.of(gemm)
@@ -95,6 +98,17 @@ def _shaped(sent: list[Gemm], fleet: Fleet, *, split_k: bool, scheduler_seconds:
         level_seconds=sum(layout.seconds for layout in layouts.values()) / max(1, len(layouts)),
     )
     return {gemm.name: (layouts | filled)[gemm.name] for gemm in sent}
+
+
+def _require_memory(gemm: Gemm, fleet: Fleet) -> None:
+    """Somebody can hold the smallest tiles of this gemm."""
+    largest = max(fleet.devices, key=lambda device: device.memory)
+    if (need := smallest_bytes(Shape.of(gemm))) > largest.memory:
+        raise PlanError(
+            f"the smallest tiles of gemm '{gemm.name}' of {gemm.m} x {gemm.n} x {gemm.k} need {quantity(need, 'B')} in "
+            f"flight, and '{largest.name}', the largest device, has {quantity(largest.memory, 'B')}; add larger "
+            f"devices or lower the batch"
+        )
 
 
 def _spare(rates: Rates, beside: list[Layout]) -> Rates:

@@ -74,13 +74,13 @@ def _tables(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, 
     ranges = {id(layout.ranges): layout.ranges.astype(np.int32) for layout in layouts.values()}
     owners = {id(layout.owner): layout.owner.astype(np.int32) for layout in layouts.values()}
     return {
-        gemm: Tiles(gemm, ranges[id(layout.ranges)], owners[id(layout.owner)], names)
+        gemm: Tiles(gemm, ranges[id(layout.ranges)], owners[id(layout.owner)], names, layout.together)
         for gemm, layout in layouts.items()
     }
 
 
 def _peaks(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, int]:
-    """Bytes that each device needs at most: any IN_FLIGHT of its tiles, of whichever gemms, sharing nothing."""
+    """Bytes that each device needs at most, whichever gemms it works on at once."""
     peak = np.zeros(len(names))
     for layout in _distinct(layouts.values()):
         np.maximum.at(peak, layout.devices, layout.memory)
@@ -205,6 +205,6 @@ def _left_out(fleet: Fleet, layout: Layout, idle: np.ndarray[tuple[int], np.dtyp
         found[device.name] = (
             f"left out: {why} would add {duration(late)}"
             if late > 0
-            else "left out: its share would not be worth the scheduler's time for another tile"
+            else "left out: its share would not be worth the scheduler's time for another parcel"
         )
     return found

@@ -15,7 +15,7 @@ from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import StepGraph
-from cleave_dask.planning.cost import IN_FLIGHT, Floats, Ints, Rates, Shape
+from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape
 from cleave_dask.planning.layout import Layout, footprint, lay_out
 from cleave_dask.planning.pricing import priced
 from cleave_dask.planning.values import Plan, Tiles
@@ -55,7 +55,7 @@ def _owners(tiles: Tiles, shape: Shape, fleet: Fleet, rates: Rates) -> Ints:
     moved = np.array([*(here.get(name, -1) for name in tiles.names), -1], dtype=np.int64)
     owner = moved[np.minimum(tiles.owner, len(tiles.names))]
     size = footprint(shape, (tiles.ranges[:, 1::2] - tiles.ranges[:, 0::2]).astype(np.float64))
-    owner[size * IN_FLIGHT > rates.memory[owner]] = -1  # a device may have come back with less
+    owner[size * AT_ONCE > rates.memory[owner]] = -1  # a device may have come back with less
     homeless = np.flatnonzero(owner < 0)
     if len(homeless):
         pace = 1.0 / np.sqrt(rates.down * rates.up)
@@ -70,10 +70,10 @@ def _settle(gemm: str, owner: Ints, size: Floats, homeless: Ints, pace: Floats, 
     heapify(queue)
     for tile in homeless.tolist():
         passed: list[tuple[float, int]] = []
-        while queue and memory[queue[0][1]] < size[tile] * IN_FLIGHT:
+        while queue and memory[queue[0][1]] < size[tile] * AT_ONCE:
             passed.append(heappop(queue))
         if not queue:
-            needed = quantity(float(size[tile] * IN_FLIGHT), "B")
+            needed = quantity(float(size[tile] * AT_ONCE), "B")
             raise PlanError(f"a tile of '{gemm}' needs {needed} in flight, and no device has that much; plan anew")
         seconds, place = heappop(queue)
         owner[tile] = place

@@ -16,7 +16,7 @@ from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import StepGraph
-from cleave_dask.planning.cost import IN_FLIGHT, Floats, Ints, Rates, Shape
+from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape
 from cleave_dask.planning.values import Column, Plan, Tiles
 
 _SPREAD = 64  # devices among which the tiles of one that left are spread, at least
@@ -35,18 +35,22 @@ def replan(
 
     `done` has the numbers of the accepted tiles of each gemm, as positions in `plan.by_gemm[gemm]`. Devices of the
     plan that the fleet no longer has have left, those that only the fleet has have joined; naming them is not needed.
-    A device in both `left` and `joined` has a new link: it gives its open tiles away and takes a fair share.
+    A device in both `left` and `joined` has a new link: it gives its open tiles away and takes a fair share. The step
+    is predicted to take longer by what the busiest device has more to do than the busiest one had.
     """
     mover = _Mover(plan, graph, fleet, done or {})
     gone = {name for name in mover.names if name not in mover.present} | set(left)
     new = {device.name for device in fleet.devices if device.name not in plan.reasons} | set(joined)
-    owners = mover.owners()
-    moved = mover.evacuate(owners, gone) + mover.attract(owners, new)
-    share = moved / max(1, len(plan.tiles))
-    seconds = plan.seconds * (1.0 + share)
+    owners, before = mover.owners(), float(mover.busy.max(initial=0.0))
+    mover.evacuate(owners, gone)
+    mover.attract(owners, new)
+    seconds = plan.seconds + max(0.0, float(mover.busy.max(initial=0.0)) - before)
     return replace(
         plan,
-        by_gemm={name: Tiles(name, plan.by_gemm[name].ranges, owners[name], mover.names) for name in plan.by_gemm},
+        by_gemm={
+            name: Tiles(name, tiles.ranges, owners[name], mover.names, tiles.together)
+            for name, tiles in plan.by_gemm.items()
+        },
         seconds=max(seconds, plan.bound_seconds),
         peak_memory=mover.peaks(),
         reasons=mover.reasons(gone, new),
@@ -83,11 +87,11 @@ class _Mover:
         """The owner of each tile, as columns that are replaced when something in them moves."""
         return {name: tiles.owner for name, tiles in self.plan.by_gemm.items()}
 
-    def evacuate(self, owners: dict[str, Column], gone: Collection[str]) -> int:
-        """Give the open tiles of devices that left to others; how many that were."""
+    def evacuate(self, owners: dict[str, Column], gone: Collection[str]) -> None:
+        """Give the open tiles of devices that left to others."""
         places = np.array(sorted(self.place[name] for name in gone if name in self.place), dtype=np.int64)
         if not len(places):
-            return 0
+            return
         staying = np.array([place for name, place in self.place.items() if name in self.present and name not in gone])
         if not len(staying):
             raise PlanError("all devices of the plan have left; wait until one returns, or plan anew")
@@ -109,27 +113,23 @@ class _Mover:
                 )
                 moved += len(tiles)
         self.busy[places], self.peak[places] = 0.0, 0.0
-        return moved
 
-    def attract(self, owners: dict[str, Column], new: Collection[str]) -> int:
+    def attract(self, owners: dict[str, Column], new: Collection[str]) -> None:
         """Let devices that joined take a fair share of each gemm's open tiles from those with the most to do."""
         places = [self.place[name] for name in new if name in self.present]
-        moved = 0
         each = len(self.plan.tiles) // max(1, len(self.plan.by_gemm) * self.plan.devices_used)
         for turn, (name, owner) in enumerate(owners.items() if places else ()):
             for place in places:
                 heavy, sizes = self._open(name, np.arange(len(owner)), self._bytes(name, np.arange(len(owner))))
-                fits = np.flatnonzero(sizes * IN_FLIGHT <= self.memory[place])
+                fits = np.flatnonzero(sizes * AT_ONCE <= self.memory[place])
                 if len(fits):
                     order = fits[np.argsort(-self.busy[owners[name][heavy[fits]]], kind="stable")]
                     chosen = order[turn % min(len(order), _SPREAD) :][: max(1, each)]
                     owners[name] = self._handed(name, owners[name], heavy[chosen], sizes[chosen], np.array([place]))
-                    moved += len(chosen)
-        return moved
 
     def _handed(self, name: str, owner: Column, tiles: Ints, sizes: Floats, takers: Ints) -> Column:
         """The owners of a gemm's tiles after `tiles` went to `takers` in turn, each to one that can hold it."""
-        size = sizes * IN_FLIGHT
+        size = sizes * AT_ONCE
         taker = np.resize(takers, len(tiles)) if len(takers) != len(tiles) else takers
         for place in np.flatnonzero(size > self.memory[taker]).tolist():
             roomy = np.flatnonzero(self.memory >= size[place])

@@ -3,9 +3,9 @@
 For a time T, each device can do a volume v(T - start), where its start is its links' latency and its place in the
 scheduler's queue. The least T at which the volumes of the devices add up to the gemm gives each its share and its best
 box: square (rows = columns) and k = side * B / (2 U) deep, as long in k as its links are uneven, or all of K if that
-is less. `packing` fits the boxes together. A box is cut into q tiles, so that download, multiplication and upload
-overlap; the scheduler pays for each tile, so q is as large as pays and no larger. A device whose share would not be
-worth its tile is left out. Attention and batched products are dealt out cell by cell in the same proportions.
+is less. `packing` fits the boxes together. A box is cut into tiles across its longer side, so that download,
+multiplication and upload overlap: as many as still take 20 ms each. A device whose share would not be worth a parcel is
+left out. Attention and batched products are dealt out cell by cell in the same proportions.
 """
 
 from __future__ import annotations
@@ -14,19 +14,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Server
-from cleave_dask.formatting import quantity
-from cleave_dask.planning.capacity import alone, cell_seconds, most
-from cleave_dask.planning.cost import IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape, pipelined
+from cleave_dask.planning.balancing import Job
+from cleave_dask.planning.capacity import cell_seconds, most
+from cleave_dask.planning.cost import (
+    AT_ONCE,
+    SCHEDULER_SECONDS,
+    Floats,
+    Ints,
+    Rates,
+    Shape,
+    pipelined,
+    resident,
+    smallest_bytes,
+)
 from cleave_dask.planning.layout import Layout, lay_out
-from cleave_dask.planning.packing import Job, aligned_unit, pack
+from cleave_dask.planning.packing import aligned_unit, pack
 
-_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # tiles per device that are tried
-_ENDLESS = 1 << 20  # as if it never had to wait for its first tile nor its last: others' tiles fill in
-_WORTH = 0.03  # a device with less than this part of the mean share is left out
-_RESIDENT = 0.75  # of a tile's share of memory may be the operand slice that its device's tiles have in common
+_MOST_TILES = 64  # of a device; more bring less than a percent
 _LEAST_TILE = 0.02  # seconds: shorter tiles cost more in messages than their overlap brings
+_ENDLESS = 1 << 20  # as if it never had to wait for its first tile nor its last: others' tiles fill in
+_PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
+_WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class Shares:
     volume: Floats  # multiplications, or cells, of each
     results: Floats  # numbers that each would best send back
     tiles: Ints  # of each
+    overlap: Ints  # tiles over which its stages overlap
 
 
 def tile_gemm(
@@ -52,15 +62,15 @@ def tile_gemm(
 ) -> Layout:
     """The best layout found of one gemm on a fleet.
 
-    `spare` makes it filler: what other gemms leave of the links. Their tiles fill the gaps of this one, so it needs no
-    more tiles than memory asks for, and it is shaped to use what they leave.
+    `spare` makes it filler: what other gemms leave of the links. Their tiles fill the gaps of this one, and it is
+    shaped to use what they leave.
     """
     best: Layout | None = None
     down = up = 1.0
     for _ in range(3):
         filler = spare is not None
         slowed = (spare or rates).slowed(down, up)
-        shares = _divide(shape, slowed, scheduler_seconds, (_ENDLESS,) if filler else _TILES)
+        shares = _divide(shape, slowed, scheduler_seconds, filler=filler)
         found = _laid_out(shape, rates, server, slowed, shares, split_k, scheduler_seconds, filler)
         best = found if best is None or found.seconds < best.seconds else best
         if best.binding not in ("server egress", "server ingress"):
@@ -73,19 +83,18 @@ def tile_gemm(
 
 def volume_share(shape: Shape, rates: Rates, slot: float) -> float:
     """Seconds in which these devices could do a gemm if others filled its gaps and all boxes had their best shape."""
-    return _divide(shape, rates, slot, (_ENDLESS,)).seconds
+    return _divide(shape, rates, slot, filler=True).seconds
 
 
-def _divide(shape: Shape, rates: Rates, slot: float, choices: tuple[int, ...]) -> Shares:
+def _divide(shape: Shape, rates: Rates, slot: float, *, filler: bool) -> Shares:
     """The least time in which the devices together can do the gemm, and who does how much in how many tiles."""
     low, high = 0.0, 1e-3
-    while (shares := _fitting(shape, rates, slot, choices, high)).volume.sum() < shape.volume:
+    while (shares := _fitting(shape, rates, slot, high, filler)).volume.sum() < shape.volume:
         low, high = high, 2.0 * high
-        if high > 1e15:
-            raise PlanError(_hopeless(shape, rates))
+        assert high < 1e15, f"nobody has the memory for {shape}"
     while high - low > 4e-3 * high:
         middle = (low + high) / 2
-        tried = _fitting(shape, rates, slot, choices, middle)
+        tried = _fitting(shape, rates, slot, middle, filler)
         if tried.volume.sum() >= shape.volume:
             high, shares = middle, tried
         else:
@@ -93,49 +102,25 @@ def _divide(shape: Shape, rates: Rates, slot: float, choices: tuple[int, ...]) -
     return shares
 
 
-def _fitting(shape: Shape, rates: Rates, slot: float, choices: tuple[int, ...], seconds: float) -> Shares:
-    """What the devices can do in `seconds`, the most capable first in the scheduler's queue.
-
-    Each device takes the number of tiles q with the largest volume(q) - price * q; the price is the least at which the
-    scheduler gets through all tiles in time.
-    """
-    order = np.argsort(-most(shape, rates, seconds - rates.latency)[0], kind="stable")
+def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bool) -> Shares:
+    """What the devices can do in `seconds`, the most capable first in the scheduler's queue."""
+    able = np.flatnonzero(rates.memory >= smallest_bytes(shape))
+    order = able[np.argsort(-most(shape, rates, seconds - rates.latency)[0][able], kind="stable")]
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    here = rates.take(order)
-    choices = tuple(tiles for tiles in choices if tiles in (1, _ENDLESS) or tiles * _LEAST_TILE <= seconds)
-    offers = [_overlapped(shape, here, seconds - start, tiles) for tiles in choices]
-    volumes, results = (np.stack([offer[side] for offer in offers]) for side in (0, 1))
-    if shape.kind != "gemm":
-        volumes = np.floor(volumes * (1 + 1e-9))
-    counts = np.array([1 if tiles == _ENDLESS else tiles for tiles in choices])
-    pick = _affordable(volumes, counts, seconds / slot if slot else np.inf)
-    rows = np.arange(len(order))
-    volume = np.where(pick >= 0, volumes[pick, rows], 0.0)
-    worth = volume > (_WORTH * volume.sum() / max(1, (volume > 0).sum()) if shape.kind == "gemm" else 0.5)
-    tiles = counts[pick]
-    return Shares(seconds, order[worth], start[worth], volume[worth], results[pick, rows][worth], tiles[worth])
+    tiles = np.clip((seconds - start) / _LEAST_TILE, 1, _MOST_TILES).astype(np.int64)
+    overlap = np.full(len(order), _ENDLESS) if filler else tiles
+    volume, results = _overlapped(shape, rates.take(order), seconds - start, overlap)
+    if shape.kind == "gemm":
+        worth = volume > _WORTH * volume.sum() / max(1, (volume > 0).sum())
+    else:
+        volume = np.floor(volume * (1 + 1e-9))
+        worth = volume > 0
+    return Shares(seconds, order[worth], start[worth], volume[worth], results[worth], tiles[worth], overlap[worth])
 
 
-def _affordable(volumes: Floats, tiles: Ints, budget: float) -> Ints:
-    """Which offer each device takes, -1 for none, so that the tiles of all stay within `budget`."""
-    low, high = 0.0, float(volumes.max(initial=0.0)) + 1.0
-    best = np.where(volumes.max(axis=0) > 0, volumes.argmax(axis=0), -1)
-    if np.where(best >= 0, tiles[best], 0).sum() <= budget:
-        return best
-    for _ in range(14):
-        price = (low + high) / 2
-        gain = volumes - price * tiles[:, None]
-        pick = np.where(gain.max(axis=0) > 0, gain.argmax(axis=0), -1)
-        if np.where(pick >= 0, tiles[pick], 0).sum() <= budget:
-            high, best = price, pick
-        else:
-            low = price
-    return best
-
-
-def _overlapped(shape: Shape, rates: Rates, seconds: Floats, tiles: int) -> tuple[Floats, Floats]:
+def _overlapped(shape: Shape, rates: Rates, seconds: Floats, tiles: Ints) -> tuple[Floats, Floats]:
     """The volume that each device can do in `seconds` with its work in `tiles` tiles, and the results it sends."""
     volume, results = most(shape, rates, seconds)
     if shape.kind != "gemm":
@@ -148,12 +133,8 @@ def _overlapped(shape: Shape, rates: Rates, seconds: Floats, tiles: int) -> tupl
     whole = pipelined(down, up, compute, tiles)
     shrink = np.where(whole > 0, np.maximum(seconds, 0.0) / np.maximum(whole, 1e-300), 1.0)
     volume, results = most(shape, rates, seconds * np.minimum(shrink, 1.0))
-    if tiles == 1:
-        single, sent = alone(shape, rates, seconds)
-        results = np.where(single > volume, sent, results)
-        volume = np.maximum(single, volume)
     side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
-    room = _RESIDENT * rates.memory / (IN_FLIGHT * shape.down_bytes)  # of the slice that stays while others stream past
+    room = resident(shape, rates)
     pace = np.sqrt(room * rates.down * rates.up) / (2.0 * shape.down_bytes)  # with slices fetched again
     fitting = np.maximum(results * room / np.maximum(side, 1e-300), pace * np.maximum(seconds, 0.0))
     return np.minimum(volume, fitting), results
@@ -179,9 +160,9 @@ def _laid_out(
     slot: float,
     filler: bool,
 ) -> Layout:
-    """The tiles of a division."""
+    """The tiles of a division: the best of a few packings."""
     if shape.kind != "gemm":
-        boxes, owner, tiles = _dealt(shape, shares)
+        packed = [_dealt(shape, shares)]
     else:
         results = np.maximum(shares.results, 1.0)
         side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
@@ -189,12 +170,16 @@ def _laid_out(
         rows, cols = (across, side) if shape.m > shape.n else (side, across)
         depth = np.clip(shares.volume / results, 1e-9, shape.k) if split_k else np.full(len(side), float(shape.k))
         best = np.stack([rows, cols, depth])
-        overlap = np.full(len(side), _ENDLESS) if filler else shares.tiles
-        job = Job(shape, slowed.take(shares.devices), shares.start, overlap, shares.volume, best)
-        boxes, who = pack(job, split_k=split_k, shuffles=not filler)
-        owner, tiles = shares.devices[who], shares.tiles[who]
-    cut, whose = cut_boxes(shape, boxes, owner, rates, tiles)
-    return lay_out(shape, cut, whose, rates, server, scheduler_seconds=slot)
+        job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best)
+        many = 1 if filler else _PRICED if len(side) > _MANY_DEVICES else 2 * _PRICED
+        packed = [
+            (boxes, shares.devices[who], shares.tiles[who]) for boxes, who in pack(job, split_k=split_k, many=many)
+        ]
+    layouts = []
+    for boxes, owner, tiles in packed:
+        cut, whose = cut_boxes(shape, boxes, owner, rates, tiles)
+        layouts.append(lay_out(shape, cut, whose, rates, server, scheduler_seconds=slot))
+    return min(layouts, key=lambda layout: layout.seconds)
 
 
 def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
@@ -221,28 +206,34 @@ def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints) -> tuple[Ints, Ints]:
-    """Each box in at least as many tiles as wanted, cut across its longer side, and as many as its memory asks for."""
+    """Each box in as many tiles as wanted, cut across its longer side, and more where its memory asks for it.
+
+    While the tiles of a box stream past, the slice along its shorter side stays. If that does not fit, the box is cut
+    along its rows first; columns then come down once for each part.
+    """
     sizes = boxes[:, 1::2] - boxes[:, 0::2]
     parts = np.ones_like(sizes)
-    longer = np.where(sizes[:, 0] >= sizes[:, 1], 0, 1)
     middle = np.median(sizes, axis=0).tolist()
     units = np.array([aligned_unit(extent, size) for extent, size in zip(shape.extents, middle, strict=True)])
-    most_parts = np.maximum(1, sizes // units)
     rows = np.arange(len(boxes))
-    parts[rows, longer] = np.minimum(tiles, most_parts[rows, longer])
-    room = rates.memory[owner] / IN_FLIGHT
-    for _ in range(200):
+    room = resident(shape, rates)[owner]
+    passes = np.ceil(sizes[:, 0] * sizes[:, 2] / (room / 2))
+    again = sizes[:, :2].min(axis=1) * sizes[:, 2] > 1.1 * room  # rounding may have made it a little larger
+    if shape.kind == "gemm":
+        parts[:, 0] = np.where(again, np.minimum(passes, sizes[:, 0]), 1)
+    longer = np.where((sizes[:, 0] >= sizes[:, 1]) & ~again, 0, 1)
+    wanted = np.minimum(tiles, np.maximum(1, sizes // units)[rows, longer])
+    parts[rows, longer] = np.maximum(parts[rows, longer], wanted)
+    room = rates.memory[owner] / AT_ONCE
+    for _ in range(200):  # those who cannot hold the smallest tiles take no part, so this ends
         unit = np.where(sizes >= parts * units, units, 1)
-        full = _tile_bytes(shape, np.minimum(sizes, (((sizes + unit - 1) // unit + parts - 1) // parts) * unit)) > room
+        full = _held(shape, np.minimum(sizes, (((sizes + unit - 1) // unit + parts - 1) // parts) * unit), parts) > room
         if not full.any():
             break
         edges = sizes / parts
         finished = parts >= sizes
         axis = np.where(finished, 0.0, edges * np.array([1.0, 1.0, 0.05])).argmax(axis=1)
         grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
-        if (full & (grown == parts[rows, axis])).any():
-            culprit = int(np.flatnonzero(full & (grown == parts[rows, axis]))[0])
-            raise PlanError(_too_large(shape, float(_tile_bytes(shape, np.ones((1, 3)))[0]), owner[culprit], rates))
         parts[rows, axis] = np.where(full, grown, parts[rows, axis])
     return _split(boxes, owner, parts, units)
 
@@ -265,25 +256,16 @@ def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints) -> tuple[Ints, In
     return pieces, owner[box]
 
 
-def _tile_bytes(shape: Shape, sizes: Ints | Floats) -> Floats:
-    """Bytes of operands and result of tiles of these sizes."""
+def _held(shape: Shape, sizes: Ints | Floats, parts: Ints) -> Floats:
+    """Bytes of two consecutive tiles of these sizes, where a box is cut into that many along each axis."""
     rows, cols, ks = (sizes[:, axis].astype(np.float64) for axis in range(3))
     if shape.kind != "gemm":
-        return rows * cols * (shape.down_bytes + shape.up_bytes)
-    return (rows * ks + ks * cols) * shape.down_bytes + rows * cols * shape.up_bytes
-
-
-def _hopeless(shape: Shape, rates: Rates) -> str:
-    """Nobody can do anything: the memory of all is too small, or they are too slow for any use."""
-    return (
-        f"no device can hold a tile of a {shape.kind} of {shape.m} x {shape.n} x {shape.k}: the largest has "
-        f"{quantity(float(rates.memory.max()), 'B')}; add larger devices or lower the batch"
-    )
-
-
-def _too_large(shape: Shape, need: float, device: int, rates: Rates) -> str:
-    return (
-        f"the smallest tiles of a {shape.kind} of {shape.m} x {shape.n} x {shape.k} need "
-        f"{quantity(IN_FLIGHT * need, 'B')} in flight on device {device}, which has "
-        f"{quantity(float(rates.memory[device]), 'B')}; leave that device out or lower the batch"
+        return rows * cols * (shape.down_bytes + shape.up_bytes) * np.where(parts[:, :2].prod(axis=1) > 1, 2, 1)
+    left, right, out = rows * ks * shape.down_bytes, ks * cols * shape.down_bytes, rows * cols * shape.up_bytes
+    deep = parts[:, 2] > 1
+    return np.asarray(
+        left * np.where((parts[:, 0] > 1) | deep, 2, 1)
+        + right * np.where((parts[:, 1] > 1) | deep, 2, 1)
+        + out * np.where(parts.prod(axis=1) > 1, 2, 1),
+        dtype=np.float64,
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.bound import gemm_bound
-from cleave_dask.planning.capacity import alone, most
+from cleave_dask.planning.capacity import lines, most
 from cleave_dask.planning.cost import Rates, Shape
 from cleave_dask.planning.layout import lay_out
 from cleave_dask.planning.tiling import tile_gemm
@@ -59,7 +59,10 @@ def test_capacity_holds_for_every_cuboid(box: tuple[int, int, int], size: tuple[
     compute, up = 2.0 * m * n * k / rates.flops, m * n * 4 / rates.up
     together = np.maximum(np.maximum(down, compute), up)
     assert most(what, rates, together)[0][0] >= m * n * k * (1 - 1e-9)
-    assert alone(what, rates, down + compute + up)[0][0] >= m * n * k * (1 - 1e-6)
+    whole = m * n if k == what.k else m * n / 2
+    for alpha in (0.2, 0.55, 0.85, 1.0):
+        booked = alpha * m * n * k / what.k + (1 - alpha) * whole
+        assert lines(what, rates, together, alpha)[0] >= booked * (1 - 1e-9)
 
 
 def uneven(*devices: tuple[float, float]) -> Fleet:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.graph.ir import Gemm, Operand, StepGraph, Value
-from cleave_dask.planning.cost import tile_flops, tile_memory
-from cleave_dask.planning.planner import IN_FLIGHT, cut, plan
+from cleave_dask.planning.cost import AT_ONCE, tile_flops, tile_memory
+from cleave_dask.planning.planner import cut, plan
 from cleave_dask.planning.values import Plan
 
 LINK = Link(1e7, 0.01)
@@ -59,7 +59,7 @@ def test_no_device_is_planned_beyond_its_memory(m: int, n: int, k: int, memory: 
     product, fleet = gemm(m, n, k), fleet_of(3, memory)
     found = plan(graph_of(product), fleet, min_flops=0)
     for tile in found.tiles:
-        assert IN_FLIGHT * tile_memory(product, tile.rows, tile.cols, tile.ks) <= memory
+        assert AT_ONCE * tile_memory(product, tile.rows, tile.cols, tile.ks) <= memory
     assert all(peak <= memory for peak in found.peak_memory.values())
     assert found == plan(graph_of(product), fleet, min_flops=0)
 
@@ -73,9 +73,9 @@ def test_cuts_cover_a_length_without_gaps(length: int, parts: int) -> None:
 
 
 def test_a_device_too_small_for_one_number_is_named() -> None:
-    with pytest.raises(PlanError, match=r"gemm 'g' needs 36 B .* on 'd0', which has 20 B; leave that device out"):
+    with pytest.raises(PlanError, match=r"gemm 'g' needs 48 B .* on 'd0', which has 20 B; leave that device out"):
         plan(graph_of(gemm(4, 4, 4)), fleet_of(1, memory=20), min_flops=0, tiling="even")
-    with pytest.raises(PlanError, match=r"4 x 4 x 4 need 36 B in flight .* has 20 B; leave that device out"):
+    with pytest.raises(PlanError, match=r"gemm 'g' of 4 x 4 x 4 need 48 B .*, and 'd0', .* has 20 B; add larger"):
         plan(graph_of(gemm(4, 4, 4)), fleet_of(1, memory=20), min_flops=0)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.graph.ir import Gemm
-from cleave_dask.planning.cost import IN_FLIGHT, tile_memory
+from cleave_dask.planning.cost import AT_ONCE, SCHEDULER_SECONDS, tile_memory
 from cleave_dask.planning.planner import Tiling, plan
 from cleave_dask.planning.replanning import replan
 from cleave_dask.planning.values import Plan, Tile
@@ -37,7 +37,7 @@ def test_every_tiling_partitions_fits_and_respects_its_bound(part: Gemm, fleet: 
     assert_partition(found, part)
     for tile in found.tiles:
         assert tile.device is not None
-        assert IN_FLIGHT * tile_memory(part, tile.rows, tile.cols, tile.ks) <= fleet.device(tile.device).memory
+        assert AT_ONCE * tile_memory(part, tile.rows, tile.cols, tile.ks) <= fleet.device(tile.device).memory
         assert tiling == "3d" or tile.ks == (0, part.k) or tiling == "even"
     assert all(found.peak_memory[device.name] <= device.memory for device in fleet)
     assert found.bound_seconds <= found.seconds
@@ -74,6 +74,24 @@ def test_a_device_that_would_hold_up_the_others_is_left_out_with_the_reason() ->
     assert found.why("slow").startswith("left out: its uplink of 200 B/s would add ")
     assert "tiles" in found.why("fast-0")
     assert found.devices_used == 4
+
+
+def test_parcels_grow_with_the_fleet_so_that_the_scheduler_keeps_up() -> None:
+    step = graph_of(make_gemm(8192, 4096, 4096))
+    small, large = (plan(step, Fleet.sample(count)) for count in (4, 256))
+    for found, alone in ((small, True), (large, False)):
+        tiles = found.by_gemm["g"]
+        parcels = tiles.parcels()
+        assert (tiles.together == 1) is alone
+        assert len(parcels) * SCHEDULER_SECONDS <= max(0.3 * found.seconds, found.devices_used * SCHEDULER_SECONDS)
+        assert {device for device, _ in parcels} == {tile.device for tile in tiles}
+
+
+def test_more_devices_are_never_slower_even_if_the_scheduler_is() -> None:
+    step = graph_of(make_gemm(4096, 4096, 4096))
+    times = [plan(step, Fleet.sample(count), scheduler_seconds=0.02).seconds for count in (32, 128, 512)]
+    assert times[1] <= 1.05 * times[0]
+    assert times[2] <= 1.05 * times[1]
 
 
 def test_gradients_of_weights_are_filler() -> None:
@@ -122,7 +140,9 @@ def test_replan_moves_only_what_must_move(seed: int) -> None:
                 assert new == old
             else:
                 assert new.device != gone
+        assert tiles.together == before.by_gemm[name].together
     assert all(after.peak_memory[device.name] <= device.memory for device in smaller)
+    assert before.seconds <= after.seconds < 1.5 * before.seconds
     back = replan(after, step, fleet, joined=[gone])
     assert gone in {tile.device for tile in back.tiles}
 
@@ -130,7 +150,7 @@ def test_replan_moves_only_what_must_move(seed: int) -> None:
 def test_bad_input_says_what_how_much_and_what_to_do() -> None:
     part, fleet = make_gemm(64, 64, 64), Fleet.sample(3)
     tiny = Fleet(fleet.server, tuple(replace(device, memory=8.0) for device in fleet))
-    with pytest.raises(PlanError, match="has 8 B; leave that device out or lower the batch"):
+    with pytest.raises(PlanError, match="has 8 B; add larger devices or lower the batch"):
         plan(graph_of(part), tiny, min_flops=0)
     with pytest.raises(PlanError, match="give every extent at least 1"):
         plan(graph_of(replace(part, m=0)), fleet, min_flops=0)

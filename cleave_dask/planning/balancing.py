@@ -1,0 +1,150 @@
+"""Balancing: the sizes at which all devices of an arrangement finish together.
+
+An arrangement is a cuboid cut into zones, a zone along k into slabs, a slab into columns, a column into boxes, one for
+each device. Who is where is fixed here; how large everything is follows from when each device would be through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
+
+_SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
+_K = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be packed: a gemm and, for each device that takes part, its speed, its start and its best box."""
+
+    shape: Shape
+    rates: Rates
+    start: Floats  # seconds that pass before the device's first byte moves: latency and the scheduler's queue
+    tiles: Ints  # tiles that the device's box will be cut into
+    volume: Floats  # multiplications that the device should do
+    best: Floats  # (3, devices): rows, columns and k of its best box
+
+    def take(self, which: Ints) -> Job:
+        """Some of the devices, in that order."""
+        return Job(
+            self.shape,
+            self.rates.take(which),
+            self.start[which],
+            self.tiles[which],
+            self.volume[which],
+            self.best[:, which],
+        )
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Devices in zones, slabs and columns: their order, and the sizes of all of them."""
+
+    across: (
+        int  # the axis along which columns stand side by side: rows or columns of the gemm; boxes lie along the other
+    )
+    order: Ints  # devices by zone, slab and column
+    column: Ints  # of each device, in that order
+    slab: Ints  # of each column
+    zone: Ints  # of each slab
+    reach: Floats  # of each zone, along the axis of its columns
+    thickness: Floats  # of each slab, along k
+    width: Floats  # of each column
+    height: Floats  # of each device, in that order
+
+    @property
+    def extents(self) -> Floats:
+        """(3, devices): rows, columns and k of each box, devices in `order`."""
+        found = np.empty((3, len(self.order)))
+        found[self.across] = self.width[self.column]
+        found[1 - self.across] = self.height
+        found[_K] = self.thickness[self.slab][self.column]
+        return found
+
+
+def stage_seconds(job: Job, extents: Floats) -> tuple[Floats, Floats, Floats]:
+    """Seconds that boxes of these extents (3, devices) take to come down, be multiplied, go up.
+
+    Where no slice of a box fits into memory, its columns come down once for each part of its rows that does.
+    """
+    rows, cols, ks = extents
+    shape, rates = job.shape, job.rates
+    room = resident(shape, rates)
+    again = np.where(np.minimum(rows, cols) * ks > room, np.maximum(1.0, 2.0 * rows * ks / room), 1.0)
+    down = (rows + cols * again) * ks * shape.down_bytes / rates.down
+    up = rows * cols * shape.up_bytes / rates.up
+    return down, rows * cols * ks * (shape.flops / shape.volume) / rates.flops, up
+
+
+def fitted(shape: Shape, draft: Arrangement) -> Arrangement:
+    """The same arrangement, stretched to fill the cuboid exactly."""
+    reach = draft.reach * (shape.extents[draft.across] / draft.reach.sum())
+    thickness = draft.thickness * (shape.k / np.bincount(draft.zone, draft.thickness))[draft.zone]
+    width = draft.width * (reach[draft.zone] / np.bincount(draft.slab, draft.width))[draft.slab]
+    height = draft.height * (shape.extents[1 - draft.across] / np.bincount(draft.column, draft.height))[draft.column]
+    return replace(draft, reach=reach, thickness=thickness, width=width, height=height)
+
+
+def longest(job: Job, draft: Arrangement) -> float:
+    """Seconds until the last device is through with its box; what is lower than a number is rounded away."""
+    ordered = job.take(draft.order)
+    stages = np.stack(stage_seconds(ordered, draft.extents))
+    busiest = stages.max(axis=0)
+    finish = ordered.start + busiest + (stages.sum(axis=0) - busiest) / ordered.tiles
+    return float(np.where(draft.height >= 0.5, finish, 0.0).max())
+
+
+def balanced(job: Job, draft: Arrangement) -> Arrangement:
+    """The arrangement with the sizes at which all devices finish together.
+
+    For a time T every device has a greatest height in its column. Columns whose heights exceed the cuboid become
+    wider, slabs whose columns exceed their zone thicker, zones whose slabs exceed the cuboid longer, and T shrinks
+    while the zones exceed it: damped, until all fit.
+    """
+    ordered = job.take(draft.order)
+    best, shortest = draft, longest(job, draft)
+    time, offset = shortest, float(np.average(ordered.start, weights=ordered.volume))
+    reach, thickness, width = draft.reach, draft.thickness, draft.width
+    for sweep in range(_SWEEPS):
+        height = _heights(ordered, draft.across, time, thickness[draft.slab][draft.column], width[draft.column])
+        if sweep >= _FIRST and sweep % 2 and (np.bincount(draft.column, height) > 0).all():
+            found = fitted(job.shape, replace(draft, reach=reach, thickness=thickness, width=width, height=height))
+            seconds = longest(job, found)
+            if seconds < shortest:
+                best, shortest = found, seconds
+        fill = np.clip(np.bincount(draft.column, height) / job.shape.extents[1 - draft.across], 0.2, 5.0)
+        width = width * fill**0.5
+        fill = np.bincount(draft.slab, width) / reach[draft.zone]
+        thickness, width = thickness * fill**0.5, width / (fill**0.5)[draft.slab]
+        fill = np.bincount(draft.zone, thickness) / job.shape.k
+        reach, thickness = reach * fill**0.5, thickness / (fill**0.5)[draft.zone]
+        excess = float(reach.sum()) / job.shape.extents[draft.across]
+        time, reach = offset + max(time - offset, 0.05 * time) * excess**-0.5, reach / excess**0.5
+    return best
+
+
+def _heights(job: Job, across: int, time: float, thickness: Floats, width: Floats) -> Floats:
+    """The greatest height of each box that its device can do by `time`, with a slice of it resident.
+
+    The stages are linear in the height h: s = s0 + s1 h; and s (1 - 1/q) + sum / q <= time - start for each of them.
+    Where the slice along the width does not fit into memory, that along the height must, or the width comes down again:
+    then the downlink needs (1 + 2 w k / room) h.
+    """
+    extents = np.empty((3, len(width)))
+    extents[across], extents[1 - across], extents[_K] = width, 0.0, thickness
+    fixed = np.stack(stage_seconds(job, extents))
+    extents[1 - across] = 1e-9  # so low that its slice fits into any memory
+    slope = (np.stack(stage_seconds(job, extents)) - fixed) * 1e9
+    shared = 1.0 / job.tiles
+    room = time - job.start - fixed.sum(axis=0) * shared - fixed * (1.0 - shared)
+    pace = slope * (1.0 - shared) + slope.sum(axis=0) * shared
+    height = (room / np.maximum(pace, 1e-300)).min(axis=0)
+    kept = resident(job.shape, job.rates)
+    if (width * thickness > kept).any():
+        again = slope[0] * (1.0 + 2.0 * width * thickness / kept)
+        slow = (time - job.start) / np.maximum(np.maximum(again, slope[1:].max(axis=0)), 1e-300)
+        height = np.where(width * thickness > kept, np.minimum(height, np.maximum(kept / thickness, slow)), height)
+    return np.asarray(np.maximum(height, 0.0), dtype=np.float64)
