@@ -110,7 +110,7 @@ class DeviceRuntime:
         half = lent.memory // 2
         chosen = half if config.get("device.cache") is None else config.nbytes("device.cache")
         self.cache = SliceCache(min(chosen, half))
-        self.places, self.pulls = Gate(int(config.get("device.window")), half / 2), Gate(PULLS, ASKED)
+        self.places, self.pulls = Gate(config.whole("device.window"), half / 2), Gate(PULLS, ASKED)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
         self._asking: asyncio.Task[None] | None = None
