@@ -1,0 +1,147 @@
+"""Growing order: a device's tiles taken so that the finished part of its box grows from a corner.
+
+A result can be sent only when its operands are there. A box cut into strips shows its first result after the slice that
+all strips share: half of a square box. Taken in growing order, tile (i, j) before (i', j') if max(i, j) < max(i', j'),
+the finished part is a square: after a fraction f of the download, f^2 of the results can be multiplied and sent.
+With D, C, U the seconds that the whole box takes down, in the multiplier and up, it is finished after
+
+    max over f of  f D + (1 - f^2) W   =   W + D^2 / (4 W)   if D <= 2 W,   else D          with W = max(C, U)
+
+(through all three stages: f D + (g^2 - f^2) C + (1 - g^2) U for f <= g, and that is greatest at g = f or g = 1).
+
+Slices. A real box is cut into r row slices and r column slices, which come in turn. While one comes down, only what was
+ready before it can be sent. With fractions a of the rows and b of the columns there, all goes well within time T if
+
+    (a + b) D / 2 <= T - W   for the first two     and then each time     (a' + b) D / 2 <= T - (1 - a b) W
+
+Taking these as equations makes the slices as unequal as they may be: small where the wait matters, larger elsewhere, up
+to a limit. The least T at which the last of them reaches 1 is, in units of D, a function of W / D and r alone, kept in
+a table: `box_seconds`. With r = 5 it is at most about 5 percent above the formula for endlessly many slices.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+MOST_SLICES = 12
+"""Slices of a box along each side, at most: more bring less than a percent."""
+
+ENDLESS = 0
+"""Slices of a box whose first and last tile nobody waits for: tiles of other gemms fill in."""
+
+_LARGEST = 1.75  # times the mean: a slice that makes no one wait could be larger, but a tile keeps its device busy
+
+_RATIOS = np.exp(np.linspace(np.log(1e-3), np.log(1e3), 256))  # of W to D, where the function is tabulated
+
+
+def box_seconds(down: Floats, work: Floats, slices: Integers) -> Floats:
+    """Seconds of boxes that take these seconds down and in the longer of the other stages, cut into so many slices."""
+    ratio = np.clip(work / np.maximum(down, 1e-300), _RATIOS[0], _RATIOS[-1])
+    place = np.log(ratio / _RATIOS[0]) * ((len(_RATIOS) - 1) / np.log(_RATIOS[-1] / _RATIOS[0]))
+    low = np.minimum(place.astype(np.int64), len(_RATIOS) - 2)
+    table, part = _table(), place - low
+    lag = table[slices, low] * (1.0 - part) + table[slices, low + 1] * part
+    return np.asarray(np.maximum(down, work) + down * lag, dtype=np.float64)
+
+
+def best_ratio(slices: Integers, least: Floats) -> Floats:
+    """The ratio of W to D at which boxes do most in a time, among those where (W / D) T / D is at least `least`.
+
+    In time T a box whose results take y T to go up and whose operands take x T to come down has the volume
+    x sqrt(y) V*, with V* that of perfect overlap. It is at most z deep, so that x <= z sqrt(y), with least = 1 / z^2.
+    """
+    found = np.empty(len(least))
+    for count in np.unique(slices).tolist():
+        here = slices == count
+        whole = np.maximum(1.0, _RATIOS) + _table()[count]
+        best = _RATIOS[int((np.sqrt(_RATIOS) * whole**-1.5).argmax())]
+        found[here] = np.maximum(best, np.interp(least[here], _RATIOS * whole, _RATIOS))
+    return found
+
+
+def slice_edges(ratio: Floats, slices: Integers) -> Floats:
+    """(boxes, 2, MOST_SLICES + 1): where boxes of this W / D are cut along rows and columns, as fractions of them."""
+    edges = np.empty((len(ratio), 2, MOST_SLICES + 1))
+    place = np.clip(np.searchsorted(_RATIOS, ratio), 0, len(_RATIOS) - 1)
+    for count in np.unique(slices).tolist():
+        here = slices == count
+        seconds = np.maximum(1.0, _RATIOS) + _table()[count]
+        edges[here] = _edges(count, seconds)[place[here]]
+    return edges
+
+
+def _edges(slices: int, seconds: Floats) -> Floats:
+    """(ratios, 2, MOST_SLICES + 1): cuts of a box that must be through in `seconds`, in units of D."""
+    reached, most = np.zeros((len(_RATIOS), 2)), _LARGEST / max(1, slices)
+    edges = np.ones((len(_RATIOS), 2, MOST_SLICES + 1))
+    edges[:, :, 0] = 0.0
+    for number in range(1, slices + 1):
+        for side in (0, 1):
+            ready = seconds - _RATIOS * (1.0 - reached.prod(axis=1))  # of the download, until what is there is sent
+            wanted = ready if number == 1 else 2.0 * ready - reached[:, 1 - side]
+            reached[:, side] = np.minimum(
+                1.0, np.maximum(reached[:, side], np.minimum(wanted, reached[:, side] + most))
+            )
+            if number == 1:
+                reached[:, 1] = reached[:, 0]
+        edges[:, :, number] = reached
+    return edges
+
+
+@cache
+def _table() -> Floats:
+    """(slices, ratios): seconds beyond the longer stage, in units of D. Row 0: endlessly many that nobody waits for."""
+    table = np.zeros((MOST_SLICES + 1, len(_RATIOS)))
+    longer = np.maximum(1.0, _RATIOS)
+    for slices in range(1, MOST_SLICES + 1):
+        low, high = longer, 1.0 + _RATIOS
+        for _ in range(24):
+            middle = (low + high) / 2
+            short = _edges(slices, middle)[:, :, slices].min(axis=1) < 1.0
+            low, high = np.where(short, middle, low), np.where(short, high, middle)
+        table[slices] = high - longer
+    return table
+
+
+def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
+    """Tiles by device, the one with the most to do first, each one's in growing order; and each device's turn.
+
+    `ranges` are (tiles, 6): rows, columns, k, each start and stop. Within a device by k, then as a square grows: by the
+    greater of a tile's row and column, as parts of the rows and columns that the device has there; within that its row
+    before its column. The second result has a place for each tile of the first: which device's turn it is.
+    """
+    if not len(owner):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    devices, which = np.unique(owner, return_inverse=True)
+    size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
+    volume = np.bincount(which, size.prod(axis=1))
+    turn = np.empty(len(devices), dtype=np.int64)
+    turn[np.argsort(-volume, kind="stable")] = np.arange(len(devices))
+    layer = _dense(turn[which], ranges[:, 4])
+    (row, rows), (col, cols) = (_ranks(layer, ranges[:, 2 * axis]) for axis in (0, 1))
+    down, across = (row + 1) * cols, (col + 1) * rows
+    order = np.lexsort((np.where(down > across, col, row), down <= across, np.maximum(down, across), layer))
+    return order, turn[which][order]
+
+
+def _dense(first: Integers, second: Integers) -> Ints:
+    """A number for each pair, in the order of the pairs."""
+    pair = first.astype(np.int64) * (int(second.max()) + 1) + second
+    found: Ints = np.unique(pair, return_inverse=True)[1].astype(np.int64)
+    return found
+
+
+def _ranks(group: Ints, value: Integers) -> tuple[Ints, Ints]:
+    """The rank of each value among those of its group, and how many different ones the group has."""
+    pair = _dense(group, value)
+    group_of = np.zeros(int(pair.max()) + 1, dtype=np.int64)
+    group_of[pair] = group
+    first = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
+    return pair - first[group], np.diff(first)[group]
