@@ -15,6 +15,7 @@ from cleave_dask.planning.growing import ENDLESS, box_seconds
 
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
 _LAG = 1.2  # of D, over the square of the number of slices: about what `box_seconds` adds for them
+_STEPS = 2
 _K = 2
 
 
@@ -162,13 +163,20 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
     lag = _LAG / np.maximum(job.slices, 1) ** 2
     square = slope[0] ** 2 + 4.0 * work**2 + 4.0 * lag * slope[0] * work
     linear = 2.0 * work * (left - lag * fixed) - fixed * slope[0]
-    root = (linear + np.sqrt(np.maximum(linear**2 - square * fixed**2, 0.0))) / square
-    growing = np.minimum(free, np.where(left < 2.0 * (1.0 + lag) * work * free, root, free))
+    real = linear**2 - square * fixed**2
+    root = np.where(real >= 0.0, linear + np.sqrt(np.maximum(real, 0.0)), 0.0) / square
+    low = left / (2.0 * (1.0 + lag) * work)  # so low that the downlink alone decides
+    growing = np.maximum(np.minimum(free, np.maximum(root, low)), 0.0)
+    for _ in range(_STEPS):  # Newton's, to what the table says
+        down, busy = fixed + slope[0] * growing, work * growing
+        found, below = box_seconds(down, busy, job.slices), box_seconds(down - 0.05 * (down - fixed), 0.95 * busy, job.slices)
+        growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     endless = job.slices == ENDLESS
     growing = np.where(endless, np.minimum(free, left / work), growing)
     streaming = np.minimum(free, np.where(endless, left, left - fixed) / work)
     kept = resident(job.shape, job.rates)
-    height = np.maximum(np.minimum(growing, kept / thickness - width), streaming)
+    fitting = kept / thickness - width
+    height = np.where(growing <= fitting, growing, np.maximum(fitting, np.minimum(growing, streaming)))
     if (width * thickness > kept).any():
         again = slope[0] * (1.0 + 2.0 * width * thickness / kept)
         slow = left / np.maximum(np.maximum(again, work), 1e-300)
