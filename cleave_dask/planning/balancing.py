@@ -29,6 +29,7 @@ class Job:
     slices: Ints  # that the device's box will be cut into along each side
     volume: Floats  # multiplications that the device should do
     best: Floats  # (3, devices): rows, columns and k of its best box
+    drag: Floats  # how many times longer than expected each one's tiles turned out to take
 
     def take(self, which: Ints) -> Job:
         """Some of the devices, in that order."""
@@ -39,6 +40,7 @@ class Job:
             self.slices[which],
             self.volume[which],
             self.best[:, which],
+            self.drag[which],
         )
 
 
@@ -104,7 +106,8 @@ def finish_seconds(job: Job, extents: Floats) -> Floats:
     stays = np.minimum(rows, cols) * ks * job.shape.down_bytes / job.rates.down
     streaming = np.maximum(down, np.where(job.slices == ENDLESS, 0.0, stays + down / many) + work)
     grows = (rows + cols) * ks <= resident(job.shape, job.rates)
-    return np.asarray(job.start + np.where(grows, box_seconds(down, work, job.slices), streaming), dtype=np.float64)
+    through = np.where(grows, box_seconds(down, work, job.slices), streaming)
+    return np.asarray(job.start + job.drag * through, dtype=np.float64)
 
 
 def longest(job: Job, draft: Arrangement) -> float:
@@ -158,7 +161,7 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
     slope[0] = (slope[0] * 1e-9 - fixed) * 1e9
     work = np.maximum(np.maximum(slope[1], slope[2]), 1e-300)
     work = work + np.where(job.slices == ENDLESS, 0.0, np.minimum(slope[1], slope[2]) / np.maximum(job.slices, 1) ** 2)
-    left = np.maximum(time - job.start, 0.0)
+    left = np.maximum(time - job.start, 0.0) / job.drag
     free = (left - fixed) / np.maximum(slope[0], 1e-300)
     lag = _LAG / np.maximum(job.slices, 1) ** 2
     square = slope[0] ** 2 + 4.0 * work**2 + 4.0 * lag * slope[0] * work
@@ -169,7 +172,10 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
     growing = np.maximum(np.minimum(free, np.maximum(root, low)), 0.0)
     for _ in range(_STEPS):  # Newton's, to what the table says
         down, busy = fixed + slope[0] * growing, work * growing
-        found, below = box_seconds(down, busy, job.slices), box_seconds(down - 0.05 * (down - fixed), 0.95 * busy, job.slices)
+        found, below = (
+            box_seconds(down, busy, job.slices),
+            box_seconds(down - 0.05 * (down - fixed), 0.95 * busy, job.slices),
+        )
         growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     endless = job.slices == ENDLESS
     growing = np.where(endless, np.minimum(free, left / work), growing)

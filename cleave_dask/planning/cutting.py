@@ -10,15 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape, resident
-from cleave_dask.planning.growing import MOST_SLICES, slice_edges
-from cleave_dask.planning.packing import aligned_unit
+from cleave_dask.planning.growing import MOST_SLICES, fewest_slices, slice_edges
+
+_WORTH = 0.01  # of a box's time that more tiles must bring
+_FINE = 128  # cuts are no further off than this part of a box
 
 
-def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints) -> tuple[Ints, Ints]:
-    """Each box in about as many tiles as wanted, and more where its memory asks for it; and whose each is."""
+def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints, *, few: bool) -> tuple[Ints, Ints]:
+    """Each box in about as many tiles as wanted, and more where its memory asks for it; and whose each is.
+
+    If few: in less, where more would bring little.
+    """
     sizes = boxes[:, 1::2] - boxes[:, 0::2]
-    middle = np.median(sizes, axis=0).tolist()
-    units = np.array([aligned_unit(extent, size) for extent, size in zip(shape.extents, middle, strict=True)])
+    units = _units(shape, sizes)
     most = np.maximum(1, sizes // units)
     here, rows = rates.take(owner), np.arange(len(boxes))
     parts, edges = np.ones_like(sizes), np.ones((len(boxes), 2, MOST_SLICES + 1))
@@ -33,7 +37,9 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints)
         parts[:, 0] = np.where(again, np.minimum(passes, sizes[:, 0]), 1)
         longer = np.where(again, 1, longer)
         slices = np.clip(np.rint(np.sqrt(tiles)).astype(np.int64), 1, MOST_SLICES)
-        edges = slice_edges(_ratio(shape, sizes.astype(np.float64), here), slices)
+        ratio = _ratio(shape, sizes.astype(np.float64), here)
+        slices = fewest_slices(ratio, slices, _WORTH) if few else slices
+        edges = slice_edges(ratio, slices)
         parts[grows, :2] = slices[grows, None]
     parts[rows, longer] = np.where(
         grows, parts[rows, longer], np.maximum(parts[rows, longer], np.minimum(tiles, most[rows, longer]))
@@ -42,7 +48,7 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints)
     for _ in range(200):  # those who cannot hold the smallest tiles take no part, so this ends
         unit = np.where(sizes >= parts * units, units, 1)
         size = np.minimum(sizes, (((sizes + unit - 1) // unit + parts - 1) // parts) * unit)
-        size[grows, :2] = np.minimum(sizes[:, :2], np.ceil(sizes[:, :2] * largest) + units[:2])[grows]
+        size[grows, :2] = np.minimum(sizes[:, :2], np.ceil(sizes[:, :2] * largest) + units[:, :2])[grows]
         full = _held(shape, size, parts) > room
         if not full.any():
             break
@@ -53,6 +59,14 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints)
         grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
         parts[rows, axis] = np.where(full, grown, parts[rows, axis])
     return _split(boxes, owner, parts, units, np.where(grows[:, None, None], edges, np.nan))
+
+
+def _units(shape: Shape, sizes: Ints) -> Ints:
+    """What cuts of each box should be multiples of: powers of two up to 32, small beside the box."""
+    units = np.ones_like(sizes)
+    for power in (2, 4, 8, 16, 32):
+        units = np.where((sizes >= _FINE * power) & (np.array(shape.extents) % power == 0), power, units)
+    return units
 
 
 def _ratio(shape: Shape, sizes: Floats, rates: Rates) -> Floats:
@@ -76,7 +90,7 @@ def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints, edges: Floats) ->
         place = number % many
         number = number // many
         start, size = boxes[box, 2 * axis], boxes[box, 2 * axis + 1] - boxes[box, 2 * axis]
-        unit = np.where(size >= many * units[axis], units[axis], 1)
+        unit = np.where(size >= many * units[box, axis], units[box, axis], 1)
         for side in (0, 1):
             cut = -(-size // unit) * (place + side) // many * unit
             if axis < 2:

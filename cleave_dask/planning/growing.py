@@ -66,6 +66,16 @@ def best_ratio(slices: Integers, least: Floats) -> Floats:
     return found
 
 
+def fewest_slices(ratio: Floats, slices: Integers, worth: float) -> Ints:
+    """At most `slices`, and less where more of them would save less than the part `worth` of a box's time."""
+    ones, fewest = np.ones(len(ratio)), slices.astype(np.int64)
+    enough = (1.0 + worth) * box_seconds(ones, ratio, slices)
+    for fewer in range(MOST_SLICES - 1, 0, -1):
+        less = np.minimum(fewer, slices).astype(np.int64)
+        fewest = np.where(box_seconds(ones, ratio, less) <= enough, np.minimum(fewest, less), fewest)
+    return fewest
+
+
 def slice_edges(ratio: Floats, slices: Integers) -> Floats:
     """(boxes, 2, MOST_SLICES + 1): where boxes of this W / D are cut along rows and columns, as fractions of them."""
     edges = np.empty((len(ratio), 2, MOST_SLICES + 1))

@@ -11,12 +11,12 @@ products are dealt out cell by cell in the same proportions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
-from cleave_dask.planning.balancing import Job, finish_seconds
+from cleave_dask.planning.balancing import Arrangement, Job, balanced, finish_seconds
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
     ROUND_TRIPS,
@@ -30,12 +30,12 @@ from cleave_dask.planning.cost import (
 from cleave_dask.planning.cutting import cut_boxes
 from cleave_dask.planning.growing import ENDLESS, MOST_SLICES, best_ratio, box_seconds
 from cleave_dask.planning.layout import Layout, lay_out
-from cleave_dask.planning.packing import pack
+from cleave_dask.planning.packing import pack, rounded
 
-_SLICES = 8  # of a box along each side; more bring little
 _LEAST_TILE = 0.05  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
+_AGAIN = 2  # times that a packing is balanced by what its tiles take
 _SHRINKS = 3  # of a box that takes too long
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
@@ -113,7 +113,7 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
     shortest = np.maximum(_FILLER_TILE if filler else _LEAST_TILE, rates.latency[order] / ROUND_TRIPS)
     slices = np.rint(np.sqrt(np.maximum(seconds - start, 0.0) / shortest)).astype(np.int64)
-    slices = np.clip(slices, 1, MOST_SLICES if filler else _SLICES)
+    slices = np.clip(slices, 1, MOST_SLICES)
     overlap = np.full(len(order), ENDLESS) if filler else slices
     volume, results = _overlapped(shape, rates.take(order), seconds - start, overlap)
     if shape.kind == "gemm":
@@ -134,7 +134,7 @@ def _overlapped(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> tu
         volume = np.where(evenly >= tiles, evenly, volume)
         return volume, volume
     left = np.maximum(seconds, 0.0)
-    time, job = left, Job(shape, rates, np.zeros(len(rates)), slices, left, left[None])
+    time, job = left, Job(shape, rates, np.zeros(len(rates)), slices, left, left[None], np.ones(len(rates)))
     for _ in range(_SHRINKS):
         box = _best_box(shape, rates, time, slices)
         time = time * np.clip(left / np.maximum(finish_seconds(job, box), 1e-300), 0.2, 1.0)
@@ -145,17 +145,20 @@ def _overlapped(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> tu
 def _best_box(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> Floats:
     """(3, devices): the largest box whose download and upload, in so many slices, take `seconds`."""
     received, sent = rates.down * seconds / shape.down_bytes, rates.up * seconds / shape.up_bytes
-    limit = float(min(shape.m, shape.n))
-    side = np.minimum(np.sqrt(np.minimum(sent, shape.m * shape.n)), limit)
-    around = side + np.minimum(sent, shape.m * shape.n) / np.maximum(side, 1e-300)
-    ratio = best_ratio(slices, (received / np.maximum(shape.k * around, 1e-300)) ** 2)
+    around = shape.k * np.sum(_best_sides(shape, sent), axis=0)  # down, if the box were K deep and all sent is its area
+    ratio = best_ratio(slices, (received / np.maximum(around, 1e-100)) ** 2)
     down = 1.0 / box_seconds(np.ones(len(ratio)), ratio, slices)
-    area = np.minimum(down * ratio * sent, shape.m * shape.n)
-    side = np.minimum(np.sqrt(area), limit)
-    other = area / np.maximum(side, 1e-300)
-    depth = np.minimum(down * received / np.maximum(side + other, 1e-300), shape.k)
-    rows, cols = (other, side) if shape.m > shape.n else (side, other)
+    rows, cols = _best_sides(shape, down * ratio * sent)
+    depth = np.minimum(down * received / np.maximum(rows + cols, 1e-300), shape.k)
     return np.stack([rows, cols, depth])
+
+
+def _best_sides(shape: Shape, results: Floats) -> tuple[Floats, Floats]:
+    """Rows and columns of the squarest box with so many results."""
+    area = np.minimum(results, shape.m * shape.n)
+    side = np.minimum(np.sqrt(area), float(min(shape.m, shape.n)))
+    other = area / np.maximum(side, 1e-300)
+    return (other, side) if shape.m > shape.n else (side, other)
 
 
 def _laid_out(
@@ -168,27 +171,43 @@ def _laid_out(
     slot: float,
     filler: bool,
 ) -> Layout:
-    """The tiles of a division: the best of a few packings."""
+    """The tiles of a division: the best of a few packings, balanced again by what they turned out to take."""
+
+    def cut(boxes: Ints, owner: Ints, tiles: Ints) -> Layout:
+        return lay_out(
+            shape, *cut_boxes(shape, boxes, owner, rates, tiles, few=not filler), rates, server, scheduler_seconds=slot
+        )
+
+    def laid(draft: Arrangement) -> Layout:
+        boxes, who = rounded(shape, draft)
+        return cut(boxes, shares.devices[who], shares.slices[who] ** 2)
+
     if shape.kind != "gemm":
-        packed = [_dealt(shape, shares)]
-    else:
-        results = np.maximum(shares.results, 1.0)
-        side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
-        across = results / side
-        rows, cols = (across, side) if shape.m > shape.n else (side, across)
-        depth = np.clip(shares.volume / results, 1e-9, shape.k) if split_k else np.full(len(side), float(shape.k))
-        best = np.stack([rows, cols, depth])
-        job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best)
-        many = 1 if filler else _PRICED if len(side) > _MANY_DEVICES else 2 * _PRICED
-        packed = [
-            (boxes, shares.devices[who], shares.slices[who] ** 2)
-            for boxes, who in pack(job, split_k=split_k, many=many)
-        ]
-    layouts = []
-    for boxes, owner, tiles in packed:
-        cut, whose = cut_boxes(shape, boxes, owner, rates, tiles)
-        layouts.append(lay_out(shape, cut, whose, rates, server, scheduler_seconds=slot))
-    return min(layouts, key=lambda layout: layout.seconds)
+        return cut(*_dealt(shape, shares))
+    rows_cols = _best_sides(shape, shares.results)
+    depth = np.clip(shares.volume / np.maximum(shares.results, 1.0), 1e-9, shape.k)
+    best = np.stack([*rows_cols, depth if split_k else np.full(len(depth), float(shape.k))])
+    drag = np.ones(len(depth))
+    job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best, drag)
+    many = 1 if filler else _PRICED if len(depth) > _MANY_DEVICES else 2 * _PRICED
+    found = [(laid(draft), draft) for draft in pack(job, split_k=split_k, many=many)]
+    layout, draft = min(found, key=lambda pair: pair[0].seconds)
+    for _ in range(0 if filler else _AGAIN):
+        job = replace(job, drag=job.drag * _drag(job, draft, layout, shares.devices))
+        draft = balanced(job, draft)
+        again = laid(draft)
+        layout = again if again.seconds < layout.seconds else layout
+    return layout
+
+
+def _drag(job: Job, draft: Arrangement, layout: Layout, devices: Ints) -> Floats:
+    """How many times longer than `balancing` expects each device is with its tiles."""
+    expected, start = np.ones(len(devices)), job.start[draft.order]
+    expected[draft.order] = np.maximum(finish_seconds(job.take(draft.order), draft.extents) - start, 1e-9)
+    place = np.searchsorted(layout.devices, devices)
+    place = np.minimum(place, len(layout.devices) - 1)
+    there = layout.devices[place] == devices
+    return np.clip(np.where(there, layout.through[place] / expected, 1.0), 0.9, 1.2)
 
 
 def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
