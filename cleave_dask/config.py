@@ -30,6 +30,14 @@ def get(key: str) -> Any:
         raise InputError(f"there is no setting 'cleave.{key}'; {_FILE.name} lists all of them") from None
 
 
+def whole(key: str) -> int:
+    """A setting that is a whole number, 1 or more."""
+    value = get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"setting 'cleave.{key}' is {value!r}; give a whole number, 1 or more")
+    return value
+
+
 def nbytes(key: str) -> int:
     """A setting that is an amount of memory, in bytes: 256 MB is 256000000."""
     value = get(key)

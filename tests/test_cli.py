@@ -267,12 +267,15 @@ def test_debug_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_raise_and_handlers_are_put_back(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-        assert interrupts.count == 1
-    assert signal.getsignal(number) is before
+    found = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so
+    try:
+        with Interrupts() as interrupts:
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+            assert interrupts.count == 1
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, found)
 
 
 def test_a_signal_waits_for_what_must_not_be_cut_in_two() -> None:

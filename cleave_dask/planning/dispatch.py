@@ -36,6 +36,12 @@ GRACE = 0.6
 SLUGGISH = 3.0
 """From so many times the common pace on, a device leaves parcels to others that would be through sooner."""
 
+HELPFUL = 0.7
+"""A device takes another's parcel if that takes it less than this part of the other's waiting work."""
+
+WASTE = 1.5
+"""How many times longer than planned a parcel may take on another device, or a device be than the fleet, as a rule."""
+
 _FORGIVING = 0.02  # of its distance from the common pace an idle device loses with each sign of life: it gets a new try
 _MEMORY = 0.5  # weight of the last observation in a device's pace
 _ANYONE = ""
@@ -148,6 +154,8 @@ class Dispatcher:
         late_on = known.late_on if known else ()
         this = self._parcels[parcel] = WaitingParcel(rank, self._pushed, planned, work, filler, late_on=late_on)
         state = self._devices.get(planned) if planned is not None else None
+        if state is not None:
+            state.planned = True
         if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
             self._wait(parcel, this, _ANYONE)
         elif self._room(state, this) and not self._queues[planned]:
@@ -271,10 +279,24 @@ class Dispatcher:
         victim = self._most_behind(device)
         if victim is not None:
             parcel = self._first(victim, device, state)
-            if parcel is not None and self._seconds(self._parcels[parcel], device, state) < self._behind(victim):
+            if parcel is not None and self._worth_helping(parcel, device, state, victim):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
         return None
+
+    def _worth_helping(self, parcel: ParcelId, device: str, state: DeviceState, victim: str) -> bool:
+        """Whether a device should take a parcel from another's queue.
+
+        It must be through well before the other would be with all it has. And as it has none of the slices that the
+        other's parcels share, that is a waste unless the parcel shares little, or the other is slower than it was
+        planned to be, or the device was not planned for at all.
+        """
+        this = self._parcels[parcel]
+        if self._seconds(this, device, state) > HELPFUL * self._behind(victim):
+            return False
+        theirs = self._devices[victim].pace
+        alone, shared = (state.figures.seconds(this.work, alone=choice) for choice in (True, False))
+        return alone <= WASTE * shared or not state.planned or (theirs or 0.0) > WASTE * self.pace
 
     def _sluggish(self, state: DeviceState) -> bool:
         """Whether a device is far behind the common pace while somebody else is not."""

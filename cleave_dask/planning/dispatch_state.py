@@ -37,6 +37,7 @@ class DeviceState:
     backlog: float = 0.0  # seconds of work that waits for it
     heard: float = 0.0
     since: float = 0.0  # its last finished parcel, or handover
+    planned: bool = False  # whether anything was ever planned for it
     silent: bool = False  # late, and not heard of since
     paused: bool = False
 

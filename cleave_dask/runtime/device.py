@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,6 +28,7 @@ from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError
 from cleave_dask.runtime.clock import ServerClock
+from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
@@ -38,7 +38,13 @@ from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, slice_nam
 logger = logging.getLogger(__name__)
 
 PULLS = 2
-"""Tiles that ask for operands at once: the second request is under way while the first is answered."""
+"""Tiles that ask for operands at once at least: the second request is under way while the first is answered."""
+
+ASKED = 2e6
+"""Bytes of operands that are asked for at once: about what fits into a link while a message goes there and back."""
+
+PARCELS = 64
+"""Parcels that may be open at once; it is tiles that wait for their turn, the most urgent first, not parcels."""
 
 _DATA_CALLS = ("get_data", "gather", "update_data")
 """Calls by which other workers would fetch from this one, or put data on it: a device takes none of them."""
@@ -50,40 +56,6 @@ async def run_parcel(parcel: ParcelSpec, server: str, again: bool) -> int:
     """Device task: the tiles of a parcel, from their operands to the server's receipts; returns how many."""
     device: DeviceRuntime = get_worker().extensions["cleave"]
     return await device.run(parcel, server, again)
-
-
-class Gate:
-    """Lets a few through at a time, the smallest rank first."""
-
-    def __init__(self, width: int) -> None:
-        self._room = width
-        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._count = 0
-
-    async def enter(self, rank: int) -> None:
-        """Wait for a place."""
-        self._count += 1
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._queue, (rank, self._count, turn))
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave()
-            raise
-
-    def leave(self) -> None:
-        """Give the place to the next."""
-        self._room += 1
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._room and self._queue:
-            turn = heappop(self._queue)[2]
-            if not turn.done():
-                self._room -= 1
-                turn.set_result(None)
 
 
 @dataclass
@@ -135,9 +107,10 @@ class DeviceRuntime:
         self.worker = worker
         self.kernel = lent.kernel
         self.links = lent.links
-        self.cache = SliceCache(min(config.nbytes("device.cache"), lent.memory // 2))
-        window = int(config.get("device.window"))
-        self.places, self.pulls = Gate(window), Gate(PULLS)
+        half = lent.memory // 2
+        chosen = half if config.get("device.cache") is None else config.nbytes("device.cache")
+        self.cache = SliceCache(min(chosen, half))
+        self.places, self.pulls = Gate(config.whole("device.window"), half / 2), Gate(PULLS, ASKED)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
         self._asking: asyncio.Task[None] | None = None
@@ -172,22 +145,22 @@ class DeviceRuntime:
 
     async def _tile(self, spec: TileSpec, server: str, rank: int) -> None:
         """Pull, multiply, push; a few tiles at a time, so that all three go on side by side."""
-        await self.places.enter(rank)
+        await self.places.enter(rank, spec.nbytes)
         try:
             await self._pull_multiply_push(spec, server, rank)
         finally:
-            self.places.leave()
+            self.places.leave(spec.nbytes)
 
     async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int) -> None:
         start = perf_counter()
-        await self.pulls.enter(rank)
+        await self.pulls.enter(rank, spec.nbytes)
         entered = perf_counter()
         try:
             names = slice_names(spec)
             fresh = [self.request(server, name) for name in names]
             operands = await asyncio.gather(*(self.slice(server, name) for name in names))
         finally:
-            self.pulls.leave()
+            self.pulls.leave(spec.nbytes)
         pulled = perf_counter()
         loop = asyncio.get_running_loop()
         results, seconds = await loop.run_in_executor(self.multiplier, self._multiply, spec, operands)
@@ -271,7 +244,7 @@ async def dask_setup(worker: Worker) -> None:
         **lent.figures,
     }
     worker.startup_information["cleave"] = lambda _: facts
-    worker.state.nthreads = int(config.get("device.window"))
+    worker.state.nthreads = PARCELS
     if lent.missing:
         measuring = measure_in_turn(worker, runtime.kernel, runtime.links, runtime.multiplier, missing=lent.missing)
         runtime.background.append(asyncio.create_task(measuring))

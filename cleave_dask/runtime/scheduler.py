@@ -67,7 +67,7 @@ class SteeringPlugin(SchedulerPlugin):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.dispatcher = Dispatcher(int(config.get("device.window")))
+        self.dispatcher = Dispatcher(config.whole("device.window"))
         self.broken: str | None = None  # why nothing is placed any more
         self.handovers = 0  # parcels taken from late devices
         self._devices: dict[str, WorkerState] = {}  # by name

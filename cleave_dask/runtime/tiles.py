@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cleave_dask.graph.ir import Range
+from cleave_dask.graph.ir import ITEMSIZE, Range
 
 SliceName = tuple[str, int, int, int, Range, Range]
 """What an operand slice is known by: run, step, job, operand, and the range along each of its first two axes."""
@@ -26,6 +26,14 @@ class TileSpec:
     ks: Range
     causal: bool
     scale: float | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of operands and result; those of an attention depend on more than is known here, and count as many."""
+        if self.kind != "gemm":
+            return 1 << 40
+        m, n, k = (stop - start for start, stop in (self.rows, self.cols, self.ks))
+        return (m * k + k * n + m * n) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

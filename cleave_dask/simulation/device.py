@@ -7,7 +7,6 @@ turns to whatever has become more urgent. Within a run tiles follow each other t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from cleave_dask.planning.cost import Floats
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.simulation.cuts import Cut
 
-RUNS = 4
-"""Runs of tiles that a parcel comes down in at most."""
+RUN_SECONDS = 0.5
+"""Seconds of work after which a device looks whether something more urgent waits; never less than a tile, though."""
 
 
 @dataclass
@@ -84,8 +83,9 @@ class SimulatedDevice:
             return None
         attempt = min(self.waiting, key=lambda waiting: waiting.parcel.rank)
         self.waiting.remove(attempt)
-        count = len(attempt.parcel.cut.tiles)
-        attempt.run = slice(attempt.next, min(count, attempt.next + ceil(count / RUNS)))
+        cut, count = attempt.parcel.cut, len(attempt.parcel.cut.tiles)
+        size = count if not self.waiting else max(1, int(count * RUN_SECONDS / self.figures.seconds(cut.work)))
+        attempt.run = slice(attempt.next, min(count, attempt.next + size))
         attempt.begun, attempt.down = now, self._fetch(attempt)
         attempt.next = attempt.run.stop
         self.loading = attempt
