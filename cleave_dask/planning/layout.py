@@ -167,10 +167,12 @@ def footprint(shape: Shape, size: Floats) -> Floats:
 
 
 def _together(tiles: Ints, slot: float, seconds: float) -> int:
-    """Tiles of a parcel: few, so that parcels can go to whoever is free, if the scheduler has the time."""
-    most = int(tiles.max())
-    parcels = _SCHEDULER_SHARE * seconds / (slot * len(tiles)) if slot else most
-    return ceil(most / min(most, max(1, int(parcels))))
+    """Tiles of a parcel: few, so that parcels can go to whoever is free, if the scheduler has the time.
+
+    A device has all its parcels in flight at once, so that downloads can run ahead of what is still to be sent.
+    """
+    parcels = _SCHEDULER_SHARE * seconds / (slot * len(tiles)) if slot else IN_FLIGHT
+    return ceil(int(tiles.max()) / min(IN_FLIGHT, max(1, int(parcels))))
 
 
 def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
