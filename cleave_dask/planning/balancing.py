@@ -14,8 +14,7 @@ from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
 from cleave_dask.planning.growing import ENDLESS, box_seconds
 
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
-_LAG = 1.2  # of D, over the square of the number of slices: about what `box_seconds` adds for them
-_STEPS = 2
+_STEPS = 3  # of Newton's method
 _K = 2
 
 
@@ -101,12 +100,13 @@ def finish_seconds(job: Job, extents: Floats) -> Floats:
     """
     down, compute, up = stage_seconds(job, extents)
     rows, cols, ks = extents
-    many = np.maximum(job.slices, 1) ** 2
-    work = np.maximum(compute, up) + np.where(job.slices == ENDLESS, 0.0, np.minimum(compute, up) / many)
-    stays = np.minimum(rows, cols) * ks * job.shape.down_bytes / job.rates.down
-    streaming = np.maximum(down, np.where(job.slices == ENDLESS, 0.0, stays + down / many) + work)
+    endless, many = job.slices == ENDLESS, np.maximum(job.slices, 1) ** 2
+    work = np.maximum(compute, up) + np.where(endless, 0.0, np.minimum(compute, up) / many)
+    second = ks * job.shape.down_bytes / job.rates.down  # of a row or a column
+    stays = np.where(endless, 0.0, np.minimum(rows, cols) * second + down / many)
     grows = (rows + cols) * ks <= resident(job.shape, job.rates)
-    through = np.where(grows, box_seconds(down, work, job.slices), streaming)
+    growing = np.where(endless, np.maximum(down, work), box_seconds(rows * second, cols * second, work, job.slices))
+    through = np.where(grows, growing, np.maximum(down, stays + work))
     return np.asarray(job.start + job.drag * through, dtype=np.float64)
 
 
@@ -148,9 +148,9 @@ def balanced(job: Job, draft: Arrangement) -> Arrangement:
 def _heights(job: Job, across: int, time: float, thickness: Floats, width: Floats) -> Floats:
     """The greatest height of each box that its device can do by `time`.
 
-    The stages are linear in the height h: D = d + d' h, W = w' h. With t seconds left, D <= t; while D <= 2 W, also
-    W + D^2 / (4 W) + e D <= t, where e is what r slices cost: a square equation for h. If the operands do not fit into
-    memory, the slice along the width stays, d + w' h <= t and D <= t; and if not even that fits, the one along the
+    The stages are linear in the height h: p + q = d + d' h, W = w' h. With t seconds left, d + d' h <= t; while W is
+    the longest, also w' h + d d' / w' <= t; from there Newton's method takes the slices into account. If the operands
+    do not fit into memory, the slice along the width stays, d + w' h <= t; and if not even that fits, the one along the
     height must, or the width comes down again: then the downlink needs (1 + 2 w k / room) h.
     """
     extents = np.empty((3, len(width)))
@@ -163,21 +163,12 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
     work = work + np.where(job.slices == ENDLESS, 0.0, np.minimum(slope[1], slope[2]) / np.maximum(job.slices, 1) ** 2)
     left = np.maximum(time - job.start, 0.0) / job.drag
     free = (left - fixed) / np.maximum(slope[0], 1e-300)
-    lag = _LAG / np.maximum(job.slices, 1) ** 2
-    square = slope[0] ** 2 + 4.0 * work**2 + 4.0 * lag * slope[0] * work
-    linear = 2.0 * work * (left - lag * fixed) - fixed * slope[0]
-    real = linear**2 - square * fixed**2
-    root = np.where(real >= 0.0, linear + np.sqrt(np.maximum(real, 0.0)), 0.0) / square
-    low = left / (2.0 * (1.0 + lag) * work)  # so low that the downlink alone decides
-    growing = np.maximum(np.minimum(free, np.maximum(root, low)), 0.0)
-    for _ in range(_STEPS):  # Newton's, to what the table says
-        down, busy = fixed + slope[0] * growing, work * growing
-        found, below = (
-            box_seconds(down, busy, job.slices),
-            box_seconds(down - 0.05 * (down - fixed), 0.95 * busy, job.slices),
-        )
-        growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     endless = job.slices == ENDLESS
+    growing = np.maximum(np.minimum(free, np.maximum((left - fixed * slope[0] / work) / work, fixed / work)), 0.0)
+    for _ in range(_STEPS):
+        found = box_seconds(fixed, slope[0] * growing, work * growing, job.slices)
+        below = box_seconds(fixed, slope[0] * 0.95 * growing, work * 0.95 * growing, job.slices)
+        growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     growing = np.where(endless, np.minimum(free, left / work), growing)
     streaming = np.minimum(free, np.where(endless, left, left - fixed) / work)
     kept = resident(job.shape, job.rates)

@@ -25,7 +25,7 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints,
     units = _units(shape, sizes)
     most = np.maximum(1, sizes // units)
     here, rows = rates.take(owner), np.arange(len(boxes))
-    parts, edges = np.ones_like(sizes), np.ones((len(boxes), 2, MOST_SLICES + 1))
+    parts, edges = np.ones_like(sizes), np.ones((len(boxes), 2, 2))
     kept, longer = (
         1.1 * resident(shape, here),
         (sizes[:, 0] < sizes[:, 1]).astype(np.int64),
@@ -39,8 +39,8 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints,
         slices = np.clip(np.rint(np.sqrt(tiles)).astype(np.int64), 1, MOST_SLICES)
         ratio = _ratio(shape, sizes.astype(np.float64), here)
         slices = fewest_slices(ratio, slices, _WORTH) if few else slices
-        edges = slice_edges(ratio, slices)
-        parts[grows, :2] = slices[grows, None]
+        edges, counts = _box_edges(sizes, slice_edges(ratio, slices), slices)
+        parts[grows, :2] = counts[grows]
     parts[rows, longer] = np.where(
         grows, parts[rows, longer], np.maximum(parts[rows, longer], np.minimum(tiles, most[rows, longer]))
     )
@@ -69,14 +69,29 @@ def _units(shape: Shape, sizes: Ints) -> Ints:
     return units
 
 
+def _box_edges(sizes: Ints, square: Floats, slices: Ints) -> tuple[Floats, Ints]:
+    """(boxes, 2, n): where boxes are cut along rows and columns, as fractions of them; and into how many parts.
+
+    `square` are the cuts of the square of the same area: those that are within a shorter side are its cuts, and a
+    longer side goes on in parts like the mean.
+    """
+    sides = np.maximum(sizes[:, :2], 1).astype(np.float64)
+    scale = (np.sqrt(sides.prod(axis=1))[:, None] / sides)[:, :, None]  # of the square's side, in parts of each side
+    beyond = np.arange(1, MOST_SLICES + 1) / slices[:, None, None]
+    edges = np.concatenate([square, 1.0 + np.broadcast_to(beyond, square[:, :, 1:].shape)], axis=2)
+    edges = np.sort(np.minimum(edges * scale, 1.0), axis=2)
+    near = (edges > 1.0 - 0.3 * scale / slices[:, None, None]) | (np.diff(edges, axis=2, prepend=-1.0) <= 0.0)
+    near[:, :, 0] = False
+    edges = np.sort(np.where(near, 1.0, edges), axis=2)
+    return np.concatenate([edges, np.ones_like(edges[:, :, :1])], axis=2), (edges < 1.0).sum(axis=2)
+
+
 def _ratio(shape: Shape, sizes: Floats, rates: Rates) -> Floats:
-    """How long the longer of a box's other stages takes beside its download."""
+    """How long the longer of a box's other stages takes beside the download of a square of the same area."""
     rows, cols, ks = sizes.T
-    down = (rows + cols) * ks * shape.down_bytes / rates.down
-    work = np.maximum(
-        rows * cols * ks * (shape.flops / shape.volume) / rates.flops, rows * cols * shape.up_bytes / rates.up
-    )
-    return np.asarray(work / down, dtype=np.float64)
+    down = 2.0 * np.sqrt(rows * cols) * ks * shape.down_bytes / rates.down
+    up, compute = rows * cols * shape.up_bytes / rates.up, rows * cols * ks * (shape.flops / shape.volume) / rates.flops
+    return np.asarray(np.maximum(compute, up) / down, dtype=np.float64)
 
 
 def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints, edges: Floats) -> tuple[Ints, Ints]:
@@ -94,7 +109,7 @@ def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints, edges: Floats) ->
         for side in (0, 1):
             cut = -(-size // unit) * (place + side) // many * unit
             if axis < 2:
-                edge = edges[box, axis, np.minimum(place + side, MOST_SLICES)]
+                edge = edges[box, axis, np.minimum(place + side, edges.shape[2] - 1)]
                 cut = np.where(np.isnan(edge), cut, np.rint(np.nan_to_num(edge) * size / unit).astype(np.int64) * unit)
             pieces[:, 2 * axis + side] = start + np.minimum(cut, size)
     whole = (pieces[:, 1::2] > pieces[:, 0::2]).all(axis=1)

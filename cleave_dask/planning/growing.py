@@ -1,22 +1,26 @@
 """Growing order: a device's tiles taken so that the finished part of its box grows from a corner.
 
 A result can be sent only when its operands are there. A box cut into strips shows its first result after the slice that
-all strips share: half of a square box. Taken in growing order, tile (i, j) before (i', j') if max(i, j) < max(i', j'),
-the finished part is a square: after a fraction f of the download, f^2 of the results can be multiplied and sent.
-With D, C, U the seconds that the whole box takes down, in the multiplier and up, it is finished after
+all strips share: half of a square box. Taken in growing order, by the greater of a tile's distances from the corner,
+the finished part is a square, and when its shorter side is complete a growing rectangle: nothing has more results for
+what has come down. Let p and q be the seconds in which the slices along the longer and the shorter side of a box come
+down, and W those that it spends in the multiplier or the uplink, whichever is more. When d seconds have come down,
+d^2 / (4 p q) of it can be sent, and it is finished after
 
-    max over f of  f D + (1 - f^2) W   =   W + D^2 / (4 W)   if D <= 2 W,   else D          with W = max(C, U)
+    max over d of  d + (1 - d^2 / (4 p q)) W   =   W + p q / W   if W >= p,      else   p + q
 
-(through all three stages: f D + (g^2 - f^2) C + (1 - g^2) U for f <= g, and that is greatest at g = f or g = 1).
+(through all three stages the maximum is the same: the one between them counts only if it is the longest).
 
 Slices. A real box is cut into r row slices and r column slices, which come in turn. While one comes down, only what was
-ready before it can be sent. With fractions a of the rows and b of the columns there, all goes well within time T if
+ready before it can be sent. For a square, D = p + q, with parts a of the rows and b of the columns there, all goes well
+within time T if
 
     (a + b) D / 2 <= T - W   for the first two     and then each time     (a' + b) D / 2 <= T - (1 - a b) W
 
 Taking these as equations makes the slices as unequal as they may be: small where the wait matters, larger elsewhere, up
 to a limit. The least T at which the last of them reaches 1 is, in units of D, a function of W / D and r alone, kept in
-a table: `box_seconds`. With r = 5 it is at most about 5 percent above the formula for endlessly many slices.
+a table: `square_seconds`. With r = 5 it is at most about 5 percent above the formula for endlessly many slices. Another
+box is cut like the square of the same area, D = 2 sqrt(p q), as far as its sides go.
 """
 
 from __future__ import annotations
@@ -41,8 +45,13 @@ _LARGEST = 1.75  # times the mean: a slice that makes no one wait could be large
 _RATIOS = np.exp(np.linspace(np.log(1e-3), np.log(1e3), 256))  # of W to D, where the function is tabulated
 
 
-def box_seconds(down: Floats, work: Floats, slices: Integers) -> Floats:
-    """Seconds of boxes that take these seconds down and in the longer of the other stages, cut into so many slices."""
+def box_seconds(rows: Floats, cols: Floats, work: Floats, slices: Integers) -> Floats:
+    """Seconds of boxes whose row and column slices take these to come down, and `work` in the longer of the others."""
+    return np.maximum(rows + cols, square_seconds(2.0 * np.sqrt(rows * cols), work, slices))
+
+
+def square_seconds(down: Floats, work: Floats, slices: Integers) -> Floats:
+    """The same for squares that take `down` seconds to come down."""
     ratio = np.clip(work / np.maximum(down, 1e-300), _RATIOS[0], _RATIOS[-1])
     place = np.log(ratio / _RATIOS[0]) * ((len(_RATIOS) - 1) / np.log(_RATIOS[-1] / _RATIOS[0]))
     low = np.minimum(place.astype(np.int64), len(_RATIOS) - 2)
@@ -69,15 +78,15 @@ def best_ratio(slices: Integers, least: Floats) -> Floats:
 def fewest_slices(ratio: Floats, slices: Integers, worth: float) -> Ints:
     """At most `slices`, and less where more of them would save less than the part `worth` of a box's time."""
     ones, fewest = np.ones(len(ratio)), slices.astype(np.int64)
-    enough = (1.0 + worth) * box_seconds(ones, ratio, slices)
+    enough = (1.0 + worth) * square_seconds(ones, ratio, slices)
     for fewer in range(MOST_SLICES - 1, 0, -1):
         less = np.minimum(fewer, slices).astype(np.int64)
-        fewest = np.where(box_seconds(ones, ratio, less) <= enough, np.minimum(fewest, less), fewest)
+        fewest = np.where(square_seconds(ones, ratio, less) <= enough, np.minimum(fewest, less), fewest)
     return fewest
 
 
 def slice_edges(ratio: Floats, slices: Integers) -> Floats:
-    """(boxes, 2, MOST_SLICES + 1): where boxes of this W / D are cut along rows and columns, as fractions of them."""
+    """(boxes, 2, MOST_SLICES + 1): where squares of this W / D are cut along rows and columns, as fractions of them."""
     edges = np.empty((len(ratio), 2, MOST_SLICES + 1))
     place = np.clip(np.searchsorted(_RATIOS, ratio), 0, len(_RATIOS) - 1)
     for count in np.unique(slices).tolist():
@@ -124,8 +133,8 @@ def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
     """Tiles by device, the one with the most to do first, each one's in growing order; and each device's turn.
 
     `ranges` are (tiles, 6): rows, columns, k, each start and stop. Within a device by k, then as a square grows: by the
-    greater of a tile's row and column, as parts of the rows and columns that the device has there; within that its row
-    before its column. The second result has a place for each tile of the first: which device's turn it is.
+    greater of how far a tile's rows and columns are from the first that the device has there. The second result has a
+    place for each tile of the first: which device's turn it is.
     """
     if not len(owner):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -135,9 +144,8 @@ def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
     turn = np.empty(len(devices), dtype=np.int64)
     turn[np.argsort(-volume, kind="stable")] = np.arange(len(devices))
     layer = _dense(turn[which], ranges[:, 4])
-    (row, rows), (col, cols) = (_ranks(layer, ranges[:, 2 * axis]) for axis in (0, 1))
-    down, across = (row + 1) * cols, (col + 1) * rows
-    order = np.lexsort((np.where(down > across, col, row), down <= across, np.maximum(down, across), layer))
+    row, col = (_distance(layer, ranges[:, 2 * axis]) for axis in (0, 1))
+    order = np.lexsort((np.minimum(row, col), row < col, np.maximum(row, col), layer))
     return order, turn[which][order]
 
 
@@ -148,10 +156,8 @@ def _dense(first: Integers, second: Integers) -> Ints:
     return found
 
 
-def _ranks(group: Ints, value: Integers) -> tuple[Ints, Ints]:
-    """The rank of each value among those of its group, and how many different ones the group has."""
-    pair = _dense(group, value)
-    group_of = np.zeros(int(pair.max()) + 1, dtype=np.int64)
-    group_of[pair] = group
-    first = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
-    return pair - first[group], np.diff(first)[group]
+def _distance(group: Ints, value: Integers) -> Ints:
+    """How far each value is from the least of its group."""
+    least = np.full(int(group.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, group, value.astype(np.int64))
+    return np.asarray(value - least[group], dtype=np.int64)

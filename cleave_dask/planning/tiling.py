@@ -28,7 +28,7 @@ from cleave_dask.planning.cost import (
     smallest_bytes,
 )
 from cleave_dask.planning.cutting import cut_boxes
-from cleave_dask.planning.growing import ENDLESS, MOST_SLICES, best_ratio, box_seconds
+from cleave_dask.planning.growing import ENDLESS, MOST_SLICES, best_ratio, square_seconds
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
 
@@ -147,7 +147,7 @@ def _best_box(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> Floa
     received, sent = rates.down * seconds / shape.down_bytes, rates.up * seconds / shape.up_bytes
     around = shape.k * np.sum(_best_sides(shape, sent), axis=0)  # down, if the box were K deep and all sent is its area
     ratio = best_ratio(slices, (received / np.maximum(around, 1e-100)) ** 2)
-    down = 1.0 / box_seconds(np.ones(len(ratio)), ratio, slices)
+    down = 1.0 / square_seconds(np.ones(len(ratio)), ratio, slices)
     rows, cols = _best_sides(shape, down * ratio * sent)
     depth = np.minimum(down * received / np.maximum(rows + cols, 1e-300), shape.k)
     return np.stack([rows, cols, depth])
