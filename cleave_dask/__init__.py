@@ -34,6 +34,7 @@ from cleave_dask.errors import (
 )
 
 if TYPE_CHECKING:
+    from cleave_dask.fleet.churn import Churn
     from cleave_dask.fleet.devices import Device, Fleet, Link, Server
     from cleave_dask.graph.capture import capture
     from cleave_dask.graph.ir import Gemm, StepGraph
@@ -47,11 +48,13 @@ if TYPE_CHECKING:
     from cleave_dask.runtime.trainer import Trainer
     from cleave_dask.runtime.verification import verify_tile
     from cleave_dask.simulation.local import LocalFleet
+    from cleave_dask.simulation.simulator import simulate
 
 __all__ = [
     "BatchError",
     "CaptureError",
     "CheckpointError",
+    "Churn",
     "CleaveError",
     "ClusterError",
     "Device",
@@ -77,10 +80,12 @@ __all__ = [
     "matmul",
     "plan",
     "replan",
+    "simulate",
     "verify_tile",
 ]
 
 _LAZY = {
+    "Churn": "cleave_dask.fleet.churn",
     "Device": "cleave_dask.fleet.devices",
     "Fleet": "cleave_dask.fleet.devices",
     "Gemm": "cleave_dask.graph.ir",
@@ -98,6 +103,7 @@ _LAZY = {
     "matmul": "cleave_dask.runtime.matmul",
     "plan": "cleave_dask.planning.planner",
     "replan": "cleave_dask.planning.replanning",
+    "simulate": "cleave_dask.simulation.simulator",
     "verify_tile": "cleave_dask.runtime.verification",
 }
 

@@ -55,6 +55,8 @@ def priced(
     total = _load(list(layouts.values()), len(fleet))
     names = tuple(device.name for device in fleet.devices)
     return Plan(
+        graph=graph,
+        fleet=fleet,
         by_gemm=_tables(layouts, names),
         seconds=seconds,
         bound_seconds=bound,

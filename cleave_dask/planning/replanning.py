@@ -47,6 +47,7 @@ def replan(
     seconds = plan.seconds + max(0.0, float(mover.busy.max(initial=0.0)) - before)
     return replace(
         plan,
+        fleet=fleet,
         by_gemm={
             name: Tiles(name, tiles.ranges, owners[name], mover.names, tiles.together)
             for name, tiles in plan.by_gemm.items()

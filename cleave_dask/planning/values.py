@@ -15,8 +15,9 @@ from typing import Any, overload
 
 import numpy as np
 
+from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration, html_table, quantity
-from cleave_dask.graph.ir import Range
+from cleave_dask.graph.ir import Range, StepGraph
 from cleave_dask.planning.growing import growing_order
 
 Column = np.ndarray[Any, np.dtype[np.int32]]
@@ -145,6 +146,8 @@ class LevelCost:
 class Plan:
     """Tiles placed on devices, with what that is predicted to cost. A gemm without tiles runs on the server."""
 
+    graph: StepGraph = field(repr=False, compare=False)  # what is planned
+    fleet: Fleet = field(repr=False, compare=False)  # on what
     by_gemm: Mapping[str, Tiles]  # the tiles of each distributed gemm
     seconds: float  # predicted time of the step
     bound_seconds: float  # no plan on this fleet can be faster

@@ -22,7 +22,7 @@ from distributed.protocol import to_serialize
 
 from cleave_dask._version import __version__
 from cleave_dask.errors import StepError
-from cleave_dask.graph.ir import Gemm, Range, StepGraph
+from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
@@ -133,9 +133,9 @@ class ServerRuntime:
         training = self._training(run)
         training.optimizer, training.lr_schedule = unpack(packed, training.weights)
 
-    def cleave_program(self, run: str, graph: str, plan: Plan) -> None:
+    def cleave_program(self, run: str, plan: Plan) -> None:
         """The program of a step and where its tiles go."""
-        self._training(run).load(lower(StepGraph.from_json(graph), plan))
+        self._training(run).load(lower(plan.graph, plan))
 
     def cleave_begin(self, run: str, step: int, batch: dict[str, tuple[Array, str]]) -> None:
         """Start a step on a batch: an array and its dtype for each source."""

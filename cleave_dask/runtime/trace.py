@@ -77,9 +77,10 @@ class Trace:
 
     columns: Mapping[str, Column]  # names as positions in `names`
     names: Mapping[str, tuple[str, ...]]  # of gemms, devices and outcomes
+    lasted: float | None = None  # seconds of all that it tells of, if that is more than its rows show
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Any, ...]]) -> Self:
+    def of(cls, rows: Iterable[tuple[Any, ...]], *, lasted: float | None = None) -> Self:
         """A table of rows, each with the fields of `Row`."""
         given = list(rows)
         values = list(zip(*given, strict=True)) or [()] * len(COLUMNS)
@@ -91,7 +92,7 @@ class Trace:
                 names[name] = tuple(places)
                 column = tuple(map(places.__getitem__, column))
             columns[name] = np.array(column, dtype=dtype)
-        return cls(columns, names)
+        return cls(columns, names, lasted)
 
     @classmethod
     def joined(cls, traces: Iterable[Trace]) -> Self:
@@ -135,6 +136,8 @@ class Trace:
     @property
     def seconds(self) -> float:
         """From the first start to the last end."""
+        if self.lasted is not None:
+            return self.lasted
         return float(self.end.max() - self.columns["start"].min()) if len(self) else 0.0
 
     @property

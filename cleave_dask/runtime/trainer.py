@@ -281,7 +281,7 @@ class Trainer:
 
     def _use(self, graph: StepGraph, plan: Plan) -> None:
         self._lowered = lower(graph, plan)
-        self._call("cleave_program", graph=graph.to_json(), plan=to_serialize(plan))
+        self._call("cleave_program", plan=to_serialize(plan))
 
     def _take_up(self) -> None:
         """Go on with the grid of a step that was interrupted, for that one step, if it pays."""

@@ -10,18 +10,17 @@ number of its tiles. Nothing is random: the same plan and churn give the same tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
 from cleave_dask.errors import InputError, StepError
 from cleave_dask.fleet.churn import Churn, Event
-from cleave_dask.fleet.devices import Fleet
-from cleave_dask.graph.ir import Gemm, StepGraph
+from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Shape
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.values import Plan, Tiles
 from cleave_dask.runtime.rounds import Schedule, schedule
+from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.simulation.cuts import Cut, cut
 from cleave_dask.simulation.device import Attempt, Parcel, SimulatedDevice
 from cleave_dask.simulation.sharing import SharedLink
@@ -36,42 +35,29 @@ WINDOW = 3
 """Parcels in flight per device."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a simulated step shows: its seconds, and a row of numbers for each attempt at a parcel."""
+def simulate(plan: Plan, churn: Churn | None = None, *, scheduler_seconds: float = SCHEDULER_SECONDS) -> Trace:
+    """One step of a plan on virtual time; `churn` is what goes wrong meanwhile. The trace has a row per tile attempt.
 
-    seconds: float
-    rows: list[tuple[Any, ...]]
-    down_bytes: float
-    up_bytes: float
-    handovers: int
-    lost: int  # parcels that a device had when it left
+    Of a plan with more than a million tiles it has a row per run of tiles that came down together.
+    """
+    return Simulator(plan, churn, scheduler_seconds=scheduler_seconds).run()
 
 
 class Simulator:
     """One step of a plan on virtual time."""
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        fleet: Fleet,
-        plan: Plan,
-        churn: Churn | None = None,
-        *,
-        scheduler_seconds: float = SCHEDULER_SECONDS,
-        keep_rows: bool = True,
-    ) -> None:
-        self.graph, self.fleet, self.plan = graph, fleet, plan
+    def __init__(self, plan: Plan, churn: Churn | None = None, *, scheduler_seconds: float = SCHEDULER_SECONDS) -> None:
+        self.plan, self.graph, self.fleet = plan, plan.graph, plan.fleet
         self.scheduler_seconds = scheduler_seconds
-        self.keep_rows = keep_rows
+        self.by_tile = len(plan.tiles) <= MOST_ROWS
         self.now = 0.0
         self.dispatcher = Dispatcher(WINDOW)
-        self.schedule: Schedule = schedule(graph, plan)
-        self.devices = {device.name: SimulatedDevice(device) for device in fleet.devices}
+        self.schedule: Schedule = schedule(plan.graph, plan)
+        self.devices = {device.name: SimulatedDevice(device) for device in plan.fleet.devices}
         for name, device in self.devices.items():
             self.dispatcher.device_joined(name, device.figures, 0.0)
         self.parcels: list[Parcel] = []
-        self.egress, self.ingress = SharedLink(fleet.server.egress), SharedLink(fleet.server.ingress)
+        self.egress, self.ingress = SharedLink(self.fleet.server.egress), SharedLink(self.fleet.server.ingress)
         self.rows: list[tuple[Any, ...]] = []
         self.down_bytes = self.up_bytes = 0.0
         self.handovers = self.lost = 0
@@ -94,7 +80,7 @@ class Simulator:
             self._at(event.seconds, self._churn, event)
         self._at(TICK, self._tick)
 
-    def run(self) -> Measured:
+    def run(self) -> Trace:
         """Play the step to its end."""
         for number, left in enumerate(self._left_of_round):
             if left == 0:
@@ -113,7 +99,7 @@ class Simulator:
             self._settle()
         server = self.fleet.server
         seconds = max(self.now, self.down_bytes / server.egress, self.up_bytes / server.ingress)
-        return Measured(seconds, self.rows, self.down_bytes, self.up_bytes, self.handovers, self.lost)
+        return Trace.of(self.rows, lasted=seconds)
 
     # The server: rounds and jobs
 
@@ -238,8 +224,7 @@ class Simulator:
         left = max(through - self.now, 0.0)
         self.ingress.add(self.now, left, min(device.device.up.bandwidth, amount / max(left, 1e-9)), (name, attempt))
         attempt.up_to.append((through, attempt.run.stop))
-        if self.keep_rows:
-            self._record(name, attempt, *ends)
+        self._record(name, attempt, *ends)
         self._load(name)
 
     def _uploaded(self, name: str, attempt: Attempt) -> None:
@@ -262,14 +247,16 @@ class Simulator:
         return False
 
     def _record(self, name: str, attempt: Attempt, arrived: Floats, multiplied: Floats, sent: Floats) -> None:
-        """A row for each tile of a run."""
+        """A row for each tile of a run, or one for all."""
         parcel, run = attempt.parcel, attempt.run
         gemm = self.schedule.jobs[parcel.job].gemm.name
         columns = (parcel.cut.tiles[run], arrived, multiplied, sent, attempt.down, parcel.cut.up[run])
+        if not self.by_tile:
+            columns = (*(column[-1:] for column in columns[:4]), *(column.sum(keepdims=True) for column in columns[4:]))
         begun = attempt.begun
         for tile, down, done, up, fetched, result in zip(*(column.tolist() for column in columns), strict=True):
             row = (1, gemm, tile, name, attempt.sent, begun - attempt.sent, down - begun, done - down, up - done, 0.0)
-            self.rows.append((*row, "accepted", round(fetched), round(result)))
+            self.rows.append((*row, "accepted" if parcel.open else "duplicate", round(fetched), round(result)))
             begun = down
 
     # Churn

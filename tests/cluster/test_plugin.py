@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_an_exception_in_the_plugin_fails_the_step_and_nothing_is_placed_by_othe
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("out of order")
 
-        steering = dask_scheduler.plugins["cleave-steering"]
+        steering: Any = dask_scheduler.plugins["cleave-steering"]
         steering.dispatcher.parcel_ready = broken
 
     with LocalFleet(1) as fleet, fleet.get_client() as client, trainer_of(client) as trainer:
@@ -89,7 +90,8 @@ def test_a_stopped_device_is_noticed_in_time() -> None:
     """Within twice the predicted time of its parcel and a second; the rest of the limit is for a busy machine."""
 
     def longest(dask_scheduler: Scheduler) -> float:
-        dispatcher = dask_scheduler.plugins["cleave-steering"].dispatcher
+        steering: Any = dask_scheduler.plugins["cleave-steering"]
+        dispatcher = steering.dispatcher
         flying = dispatcher.flying("device-1")
         return max((dispatcher.expected(parcel, "device-1") for parcel in flying), default=0.0)
 

@@ -1,0 +1,127 @@
+"""What a lost device costs: one of eight emulated devices is killed in the middle of a step.
+
+    python benchmarks/recovery.py [--kills 3] [--json out.json]
+
+Devices are real processes behind links of 40 and 4 Mbit/s, so that a step takes about a minute. For each kill:
+seconds of the step beyond the calm one; how much of that is only that seven devices do the rest of the work of eight;
+what is left is the recovery. Beside it, what a restart of the step from the last checkpoint would lose: everything done
+since the step began, and the time to read the checkpoint (measured).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+from distributed import Client, Scheduler
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.runtime.cluster import facts_of
+from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.simulation.local import LocalFleet
+
+DEVICES, WIDTH, LAYERS = 8, 512, 4
+DOWN, UP = Link(5e6, 5e-3), Link(5e5, 5e-3)
+
+
+def model() -> torch.nn.Module:
+    """A small Llama."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS}
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=8, vocab_size=2048, use_cache=False, **sizes)
+    module: torch.nn.Module = LlamaForCausalLM(config)
+    return module.train()
+
+
+def in_flight(dask_scheduler: Scheduler, device: str) -> tuple[int, float]:
+    """Parcels that a device has, and the longest of their predicted seconds."""
+    steering: Any = dask_scheduler.plugins["cleave-steering"]
+    dispatcher = steering.dispatcher
+    flying = dispatcher.flying(device)
+    return len(flying), max((dispatcher.expected(parcel, device) for parcel in flying), default=0.0)
+
+
+def killed_step(fleet: LocalFleet, client: Client, trainer: Trainer, batch: Any, after: float) -> dict[str, float]:
+    """One step in which a device is killed `after` seconds; the device is back when it returns."""
+    victim = f"device-{DEVICES - 1}"
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(trainer.step, **batch)
+        sleep(after)
+        parcels, longest = client.run_on_scheduler(in_flight, device=victim)
+        os.kill(fleet.pids[victim], signal.SIGKILL)
+        step.result()
+    fleet.restart(victim)
+    while victim not in facts_of(client)["device"]:
+        sleep(0.1)
+    return {"seconds": trainer.records[-1]["seconds"], "parcels": parcels, "longest": longest}
+
+
+def main() -> None:
+    """Print the table; with --json write it too."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    fleet_file = Fleet(Server(), tuple(Device(f"device-{n}", 2e10, 1e9, DOWN, UP) for n in range(DEVICES)))
+    ids = torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    rows: list[dict[str, float]] = []
+    with (
+        TemporaryDirectory() as folder,
+        LocalFleet(fleet_file) as fleet,
+        fleet.get_client() as client,
+    ):
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+        with Trainer(module, optimizer, client, checkpoint=folder, replan=False) as trainer:
+            for _ in range(3):
+                trainer.step(**batch)
+            calm = median(record["seconds"] for record in trainer.records[1:])
+            trainer.save()
+            start = monotonic()
+            trainer.resume()
+            reading = monotonic() - start
+            for number in range(options.kills):
+                after = calm * (number + 1) / (options.kills + 1)
+                found = killed_step(fleet, client, trainer, batch, after)
+                extra = found["seconds"] - calm
+                fewer = (calm - after) / (DEVICES - 1)
+                recovery = max(extra - fewer, 0.0)
+                restart = after + reading
+                rows.append(
+                    {
+                        "calm step": calm,
+                        "killed after": after,
+                        "extra": extra,
+                        "one device less": fewer,
+                        "recovery": recovery,
+                        "parcels lost": found["parcels"],
+                        "longest of them": found["longest"],
+                        "restart": restart,
+                        "restart / recovery": restart / max(recovery, 1e-3),
+                    }
+                )
+    table = Table(title=f"one of {DEVICES} devices killed; seconds")
+    for key in rows[0]:
+        table.add_column(key, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" for value in row.values()))
+    Console(width=160).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
