@@ -1,8 +1,9 @@
 """Whether plans keep their word: seconds on the simulator over the seconds that the plan predicts.
 
-    python benchmarks/honesty.py [--json out.json]
+    python benchmarks/honesty.py [--steps] [--json out.json]
 
-Single gemms on uneven fleets, where nothing but the plan decides; then whole steps, where the dispatcher has its part.
+Single gemms on uneven fleets, where nothing but the plan decides; with --steps also whole steps, where the dispatcher
+has its part.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import json
 from pathlib import Path
 from time import process_time
 
-from planner import TOKENS, show, step_graph
+from planner import TOKENS, show
 from rich.console import Console
 
 from cleave_dask.fleet.devices import Fleet
+from cleave_dask.graph.building import build_model, example_batch
+from cleave_dask.graph.capture import capture
 from cleave_dask.graph.ir import Gemm, Operand, StepGraph, Value
+from cleave_dask.graph.recipes import Recipe
 from cleave_dask.planning.planner import plan
 from cleave_dask.simulation.simulator import Simulator
 
@@ -40,12 +44,18 @@ def one_gemm(m: int, n: int, k: int) -> StepGraph:
     return StepGraph("one", (), (gemm,), loss="", grads=(), buffers=(), batch="")
 
 
+def whole_step(model: str) -> StepGraph:
+    """The captured step of a recipe."""
+    recipe = Recipe.load(model)
+    return capture(build_model(recipe, device="meta"), **example_batch(recipe))
+
+
 def measure(what: str, graph: StepGraph, label: str) -> dict[str, object]:
     """One row: a step on a fleet."""
     fleet = fleet_of(label)
     made = plan(graph, fleet)
     start = process_time()
-    found = Simulator(graph, fleet, made, keep_rows=False).run()
+    found = Simulator(made).run()
     return {
         "step": what,
         "fleet": label,
@@ -64,13 +74,14 @@ def main() -> None:
     """Print the table; with --json write it too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--steps", action="store_true", help="whole steps too, which takes minutes")
     options = parser.parse_args()
     rows = [
         measure(" x ".join(map(str, shape)), one_gemm(*shape), label)
         for label in ("lab-8", "sample-8", "sample-64", "sample-1024", "home-1024")
         for shape in SHAPES
     ]
-    rows += [measure(model, step_graph(model), label) for model, label in STEPS]
+    rows += [measure(model, whole_step(model), label) for model, label in STEPS if options.steps]
     show("simulated over planned", rows, Console(width=160))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -14,7 +14,7 @@ from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
 from cleave_dask.planning.growing import ENDLESS, box_seconds
 
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
-_STEPS = 3  # of Newton's method
+_STEPS = 2  # of Newton's method
 _K = 2
 
 

@@ -67,7 +67,8 @@ def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
 def causal(received: Floats, sent: Floats, depth: int) -> Floats:
     """Volume that receiving and sending so many numbers allows, since operands come before results."""
     z = 2.0 * depth * np.sqrt(sent) / np.maximum(received, 1e-300)
-    part = np.where(z <= 4.0 / np.pi, z - np.pi**2 * np.minimum(z, 2.0) ** 3 / 48.0, 8.0 / (3.0 * np.pi))
+    z = np.minimum(z, 4.0 / np.pi)  # where it is greatest: 8 / (3 pi)
+    part = z - np.pi**2 / 48.0 * z * z * z
     return np.asarray(part * received * np.sqrt(sent) / 2.0, dtype=np.float64)
 
 

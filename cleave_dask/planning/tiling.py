@@ -35,8 +35,8 @@ from cleave_dask.planning.packing import pack, rounded
 _LEAST_TILE = 0.05  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
-_AGAIN = 2  # times that a packing is balanced by what its tiles take
-_SHRINKS = 3  # of a box that takes too long
+_AGAIN = 1  # times that a packing is balanced by what its tiles take, for small fleets twice
+_SHRINKS = 2  # of a box that takes too long
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -192,7 +192,7 @@ def _laid_out(
     many = 1 if filler else _PRICED if len(depth) > _MANY_DEVICES else 2 * _PRICED
     found = [(laid(draft), draft) for draft in pack(job, split_k=split_k, many=many)]
     layout, draft = min(found, key=lambda pair: pair[0].seconds)
-    for _ in range(0 if filler else _AGAIN):
+    for _ in range(0 if filler else _AGAIN if len(depth) > _MANY_DEVICES else 2 * _AGAIN):
         job = replace(job, drag=job.drag * _drag(job, draft, layout, shares.devices))
         draft = balanced(job, draft)
         again = laid(draft)
