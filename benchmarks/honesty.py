@@ -55,17 +55,18 @@ def measure(what: str, graph: StepGraph, label: str) -> dict[str, object]:
     fleet = fleet_of(label)
     made = plan(graph, fleet)
     start = process_time()
-    found = Simulator(made).run()
+    simulator = Simulator(made)
+    seconds = simulator.run().seconds
     return {
         "step": what,
         "fleet": label,
         "plan": made.seconds,
-        "simulated": found.seconds,
-        "ratio": found.seconds / made.seconds,
-        "down": found.down_bytes / made.down_bytes,
+        "simulated": seconds,
+        "ratio": seconds / made.seconds,
+        "down": simulator.down_bytes / made.down_bytes,
         "tiles": len(made.tiles),
         "tiles/s/device": len(made.tiles) / made.seconds / made.devices_used,
-        "handovers": found.handovers,
+        "handovers": simulator.handovers,
         "cpu": process_time() - start,
     }
 
