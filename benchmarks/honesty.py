@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from time import process_time
 
-from planner import TOKENS, show
+from planner import TOKENS, show  # type: ignore[import-not-found]  # beside this file
 from rich.console import Console
 
 from cleave_dask.fleet.devices import Fleet

@@ -134,7 +134,8 @@ def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
 
     `ranges` are (tiles, 6): rows, columns, k, each start and stop. Within a device by k, then as a square grows: by the
     greater of how far a tile's rows and columns are from the first that the device has there. The second result has a
-    place for each tile of the first: which device's turn it is.
+    place for each tile of the first: which device's turn it is. A box in more parts than MOST_SLICES along a side is one
+    that does not fit into memory: its tiles come strip by strip, so that at least one slice of each strip stays.
     """
     if not len(owner):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -145,8 +146,18 @@ def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
     turn[np.argsort(-volume, kind="stable")] = np.arange(len(devices))
     layer = _dense(turn[which], ranges[:, 4])
     row, col = (_distance(layer, ranges[:, 2 * axis]) for axis in (0, 1))
-    order = np.lexsort((np.minimum(row, col), row < col, np.maximum(row, col), layer))
+    many = [_parts(layer, distance) for distance in (row, col)]
+    strips = np.maximum(*many)[layer] > MOST_SLICES
+    strip, along = np.where((many[0] <= many[1])[layer], (row, col), (col, row))
+    first, then = np.where(strips, (strip, along), (np.maximum(row, col), np.minimum(row, col)))
+    order = np.lexsort((then, (row < col) & ~strips, first, layer))
     return order, turn[which][order]
+
+
+def _parts(group: Ints, value: Ints) -> Ints:
+    """How many different values each group has."""
+    pairs = np.unique(np.stack([group, value]), axis=1)
+    return np.bincount(pairs[0])
 
 
 def _dense(first: Integers, second: Integers) -> Ints:

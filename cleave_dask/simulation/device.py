@@ -74,7 +74,7 @@ class SimulatedDevice:
     dozing: bool = False  # until results have gone up
     compute_free: float = 0.0
     up_free: float = 0.0
-    slices: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of each that it keeps, oldest first
+    slices: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of each that it keeps, least used first
     kept: float = 0.0  # bytes of all of them
 
     @property
@@ -142,10 +142,10 @@ class SimulatedDevice:
         for names, sizes in zip(cut.slices, cut.sizes, strict=True):
             for place, (name, size) in enumerate(zip(names[run], sizes[run], strict=True)):
                 key = (attempt.parcel.job, *name)
-                if key not in self.slices:
-                    self.slices[key] = size
+                if self.slices.pop(key, None) is None:
                     self.kept += size
                     fetched[place] += size
+                self.slices[key] = size  # the last used are the last to go
         while self.kept > self.device.memory / 2:
             self.kept -= self.slices.pop(next(iter(self.slices)))
         return fetched

@@ -27,7 +27,8 @@ def played(down: float, work: float, edges: np.ndarray, count: int) -> float:
     """A square box, tile after tile: its slices come down as they are needed, its results go up."""
     ranges, owner = square(count)
     order, _ = growing_order(ranges, owner)
-    size, here = np.diff(edges[:, : count + 1]), [set(), set()]
+    size = np.diff(edges[:, : count + 1])
+    here: tuple[set[int], set[int]] = (set(), set())
     arrived = sent = 0.0
     for place in ranges[order][:, [0, 2]].tolist():
         for side in (0, 1):
