@@ -134,8 +134,8 @@ def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
 
     `ranges` are (tiles, 6): rows, columns, k, each start and stop. Within a device by k, then as a square grows: by the
     greater of how far a tile's rows and columns are from the first that the device has there. The second result has a
-    place for each tile of the first: which device's turn it is. A box in more parts than MOST_SLICES along a side is one
-    that does not fit into memory: its tiles come strip by strip, so that at least one slice of each strip stays.
+    place for each tile of the first: which device's turn it is. A box in more parts than MOST_SLICES along a side does
+    not fit into memory: its tiles come strip by strip, so that at least one slice of each strip stays.
     """
     if not len(owner):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
