@@ -33,7 +33,7 @@ from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
 from cleave_dask.runtime.pausing import watch_pause_file
-from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, slice_names
+from cleave_dask.runtime.tiles import MANY, ParcelSpec, SliceName, TileSpec, slice_names
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class DeviceRuntime:
                 call = self.worker.rpc(server).cleave_wanted
                 wanted = set(await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers))
                 specs = [spec for spec in (reversed(specs) if again else specs) if spec.tile in wanted]
-            tiles = [asyncio.ensure_future(self._tile(spec, server, parcel.rank + n)) for n, spec in enumerate(specs)]
+            tiles = [asyncio.ensure_future(self._tile(spec, server, parcel, n)) for n, spec in enumerate(specs)]
             await asyncio.gather(*tiles)
             await self.links.reported()
         except OSError as error:
@@ -143,13 +143,17 @@ class DeviceRuntime:
                 tile.cancel()
         return len(specs)
 
-    async def _tile(self, spec: TileSpec, server: str, rank: int) -> None:
-        """Pull, multiply, push; a few tiles at a time, so that all three go on side by side."""
-        await self.places.enter(rank, spec.nbytes)
+    async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, number: int) -> None:
+        """Pull, multiply, push; several tiles at a time, so that all three go on side by side.
+
+        Of filler only a few, however small, so that no more than those are in the way of what others wait for.
+        """
+        rank, size = parcel.rank + number, MANY if parcel.filler else spec.nbytes
+        await self.places.enter(rank, size)
         try:
             await self._pull_multiply_push(spec, server, rank)
         finally:
-            self.places.leave(spec.nbytes)
+            self.places.leave(size)
 
     async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int) -> None:
         start = perf_counter()

@@ -54,7 +54,7 @@ class JobSkeleton:
         for stop, device, work in zip(self.ends, self.devices, self.works.tolist(), strict=True):
             rank = self.rank + start
             kind = (self.kind, self.dtype, self.causal, self.scale)
-            spec = ParcelSpec(run, step, job, *kind, rank, tuple(tiles[start:stop]), resumed)
+            spec = ParcelSpec(run, step, job, *kind, rank, self.filler, tuple(tiles[start:stop]), resumed)
             yield spec, device, Work(*work)
             start = stop
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from cleave_dask.graph.ir import ITEMSIZE, Range
 
+MANY = 1 << 40
+"""Bytes that count as many."""
+
 SliceName = tuple[str, int, int, int, Range, Range]
 """What an operand slice is known by: run, step, job, operand, and the range along each of its first two axes."""
 
@@ -31,7 +34,7 @@ class TileSpec:
     def nbytes(self) -> int:
         """Bytes of operands and result; those of an attention depend on more than is known here, and count as many."""
         if self.kind != "gemm":
-            return 1 << 40
+            return MANY
         m, n, k = (stop - start for start, stop in (self.rows, self.cols, self.ks))
         return (m * k + k * n + m * n) * ITEMSIZE[self.dtype]
 
@@ -48,6 +51,7 @@ class ParcelSpec:
     causal: bool
     scale: float | None
     rank: int  # smaller goes first
+    filler: bool  # nothing but the update waits for it
     tiles: tuple[tuple[int, int, int, int, int, int, int], ...]  # number; rows, cols, ks, each start and stop
     resumed: bool = False  # tiles of this step are on the server from before it was interrupted: ask first
 

@@ -23,7 +23,7 @@ RUNS = 6
 """Runs that a parcel of filler comes down in at most; more would cost the simulation more than they show."""
 
 AHEAD = 3
-"""Tiles that a device has in work at once: it fetches no more while results of so many wait to go up."""
+"""Tiles of filler that a device has in work at once: it fetches no more while results of so many wait to go up."""
 
 
 @dataclass
@@ -108,8 +108,10 @@ class SimulatedDevice:
         self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
         if not self.waiting or self.loading is not None or not self.present or self.stalled_at is not None:
             return None
-        cut = min(self.waiting, key=lambda waiting: waiting.parcel.rank).parcel.cut
-        return self.up_free - AHEAD * self.factor * float(cut.up[0]) / self.device.up.bandwidth
+        next_one = min(self.waiting, key=lambda waiting: waiting.parcel.rank).parcel
+        if not next_one.filler:
+            return 0.0
+        return self.up_free - AHEAD * self.factor * float(next_one.cut.up[0]) / self.device.up.bandwidth
 
     def loaded(self, now: float) -> tuple[Attempt, Floats, Floats, Floats]:
         """A run is down: when each of its tiles was, when it is multiplied, and when it is up."""

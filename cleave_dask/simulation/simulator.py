@@ -209,7 +209,7 @@ class Simulator:
         opens = device.opens()
         if opens is not None and not device.dozing:
             device.dozing = True
-            self._at(opens, self._wake, name)
+            self._at(max(opens, self.now), self._wake, name)
         if attempt is not None:
             amount = float(attempt.down.sum())
             self.down_bytes += amount
