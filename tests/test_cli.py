@@ -33,7 +33,7 @@ from cleave_dask.graph.recipes import Recipe
 from cleave_dask.runtime.store import State, StoredArray, TileStore
 
 HELP_SECONDS = 0.5
-COMMANDS = ("export", "plan", "profile", "serve", "train")
+COMMANDS = ("compare", "export", "plan", "profile", "serve", "simulate", "train")
 RECIPE = """
 [model]
 family = "llama"
@@ -126,6 +126,13 @@ def test_both_doors_open(command: tuple[str, ...]) -> None:
         (("train", "tiny-llama", "--scheduler", "127.0.0.1:port"), "give an address such as"),
         (("plan", "tiny-llama", "--fleet", "missing.toml"), "there is no file 'missing.toml'"),
         (("plan", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-9"), "did you mean 'lab-8'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "dftm"), "did you mean 'dtfm'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "alpa-8xH200"), "did you mean 'H100'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--plot", "out.png"), "name it 'out.svg'"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--churn", "-1"), "0 or more"),
+        (("simulate", "tiny-llama", "--fleet", "lab-8", "--churn", "nan"), "0 or more"),
+        (("simulate", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
         (("export", "missing", "--recipe", "tiny-lama", "-o", "out"), "did you mean 'tiny-llama'?"),
     ],
 )

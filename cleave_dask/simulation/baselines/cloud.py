@@ -4,7 +4,7 @@ Per batch of B sequences on n = d t p GPUs (d replicas, each layer split over t,
 micro-batches per replica, F peak flop/s at EFFICIENCY, in seconds:
 
     compute    flops / (n F e) (m + p - 1) / m           the pipeline's bubble as in Huang et al. 2019 (GPipe)
-    tensor     4 L/p m 2 (t-1)/t a / bandwidth           two all-reduces each way and layer: Shoeybi et al. 2019 (Megatron)
+    tensor     4 L/p m 2 (t-1)/t a / bandwidth           two all-reduces each way and layer: Shoeybi et al. 2019
     pipeline   2 (m + p - 1) a / bandwidth               activations on, gradients back
     data       2 (d-1)/d G / bandwidth                   ring all-reduce of gradients, G = weight bytes / (t p)
 
@@ -64,12 +64,13 @@ GPUS = {
 def price_cloud(work: Workload, kind: str, gpus: int, system: str) -> Result:
     """The best split of a step over `gpus` GPUs of a kind."""
     gpu = GPUS[kind]
+    room = _ROOM * gpu.memory
     least = min((_memory(work, split) for split in _splits(work, gpus)), default=inf)
-    short = (
-        f"the leanest split over {gpus} {kind} needs {quantity(least, 'B')} on each, and {quantity(_ROOM * gpu.memory, 'B')}"
-        " can be filled; take more GPUs"
-    )
-    fits = (split for split in _splits(work, gpus) if _memory(work, split) <= _ROOM * gpu.memory)
+    short = f"{gpus} {kind} cannot share {work.sequences} sequences and {work.layers} layers; take fewer"
+    if least < inf:
+        need, have = quantity(least, "B"), quantity(room, "B")
+        short = f"the leanest split over {gpus} {kind} needs {need} on each, and {have} can be filled; take more GPUs"
+    fits = (split for split in _splits(work, gpus) if _memory(work, split) <= room)
     return fastest((_price(work, gpu, split, system) for split in fits), infeasible(system, short))
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from cleave_dask.fleet.devices import Fleet, Server
 from cleave_dask.formatting import quantity
-from cleave_dask.planning.cost import Floats, Rates
+from cleave_dask.planning.cost import Floats, Ints, Rates
 from cleave_dask.simulation.baselines.faults import under_churn
 from cleave_dask.simulation.baselines.values import Result, fastest, infeasible
 from cleave_dask.simulation.baselines.workload import Workload
@@ -69,13 +69,13 @@ def _best(work: Workload, fleet: Fleet, rates: Rates, price: _Price, otherwise: 
     return fastest(found, otherwise)
 
 
-def _subsets(work: Workload, rates: Rates) -> Iterator[Floats]:
+def _subsets(work: Workload, rates: Rates) -> Iterator[Ints]:
     """Positions of the best devices: by link, by speed and by memory, for numbers of devices on a fine scale."""
     link = np.minimum(rates.up, rates.down)
     most = min(len(rates), work.sequences)
     sizes = sorted({min(most, round(1.15**power)) for power in range(ceil(log2(most) / log2(1.15)) + 1)} | {most})
     for score in (link, rates.flops, rates.memory):
-        order = np.lexsort((-link, -score))
+        order = np.lexsort((-link, -score)).astype(np.int64)
         yield from (order[:size] for size in sizes)
 
 

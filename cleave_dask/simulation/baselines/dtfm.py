@@ -1,4 +1,4 @@
-"""DTFM (Yuan et al. 2022): data x pipeline parallelism on slow, uneven links; as published, and with what it leaves out.
+"""DTFM (Yuan et al. 2022): data x pipeline parallelism on slow links; as published, and with what that leaves out.
 
 n = D S devices: S stages of L/S layers, each stage on D devices, each of which takes B/D sequences.
 
@@ -39,7 +39,7 @@ import numpy as np
 
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import quantity
-from cleave_dask.planning.cost import Floats, Rates
+from cleave_dask.planning.cost import Ints, Rates
 from cleave_dask.simulation.baselines.evolution import Dealt, evolve
 from cleave_dask.simulation.baselines.faults import under_churn
 from cleave_dask.simulation.baselines.values import Result, infeasible
@@ -75,8 +75,8 @@ class Setting:
 
 
 def published_cost(rates: Rates, dealt: Dealt, c_dp: float, c_pp: float) -> float:
-    """Seconds by DTFM's own formula (above) of devices dealt to (stage, replica); bytes c_dp per stage, c_pp per replica."""
-    stages, replicas = dealt.shape
+    """Seconds by DTFM's own formula of devices dealt to (stage, replica); bytes c_dp of a stage, c_pp of a replica."""
+    replicas = dealt.shape[1]
     link = np.minimum(rates.up, rates.down)[dealt]
     delay = rates.latency[dealt] / 4  # a round trip is two of these and two of the other end's; see `Rates`
     order = np.argsort(link, axis=1)
@@ -96,7 +96,7 @@ def published_cost(rates: Rates, dealt: Dealt, c_dp: float, c_pp: float) -> floa
 def price_published(work: Workload, fleet: Fleet, *, seed: int = 0) -> Result:
     """DTFM by its own cost, which knows neither compute nor memory; the best D and S, and devices by evolution."""
     rates = Rates.of(fleet)
-    order = np.argsort(-np.minimum(rates.up, rates.down), kind="stable")
+    order = np.argsort(-np.minimum(rates.up, rates.down), kind="stable").astype(np.int64)
 
     def cost(setting: Setting, dealt: Dealt) -> float:
         gradients = work.weight_bytes * setting.layers(work) / work.layers
@@ -115,7 +115,7 @@ def price_published(work: Workload, fleet: Fleet, *, seed: int = 0) -> Result:
     assert best is not None  # one device, one stage is always among them
     seconds, setting, dealt = best
     link = "uplink" if rates.up[dealt].min() <= rates.down[dealt].min() else "downlink"
-    text = f"{setting.replicas} x {setting.stages} (replicas, stages); no compute, no memory limit"
+    text = f"{setting.replicas} x {setting.stages} (replicas, stages); no compute, no memory limit, no churn"
     return Result("dtfm-published", seconds, "", link, dealt.size, setting.memory(work), text)
 
 
@@ -197,7 +197,7 @@ def _shapes(work: Workload, devices: int) -> Iterator[Setting]:
                 yield Setting(replicas, stages)
 
 
-def _fitting(work: Workload, rates: Rates) -> Iterator[tuple[Setting, Floats]]:
+def _fitting(work: Workload, rates: Rates) -> Iterator[tuple[Setting, Ints]]:
     """Settings for which enough devices have memory, with those devices, the fastest first."""
     slowest = 1 / np.minimum(rates.up, rates.down)
     for shape in _shapes(work, len(rates)):
@@ -205,7 +205,7 @@ def _fitting(work: Workload, rates: Rates) -> Iterator[tuple[Setting, Floats]]:
         while micro <= ceil(work.sequences / shape.replicas):
             for recompute in (False, True):
                 setting = Setting(shape.replicas, shape.stages, micro, recompute)
-                fit = np.flatnonzero(rates.memory >= setting.memory(work))
+                fit = np.flatnonzero(rates.memory >= setting.memory(work)).astype(np.int64)
                 if len(fit) < setting.replicas * setting.stages:
                     continue
                 share = setting.layers(work) / work.layers / setting.replicas
@@ -217,7 +217,7 @@ def _fitting(work: Workload, rates: Rates) -> Iterator[tuple[Setting, Floats]]:
             micro *= 2
 
 
-def _sorted(order: Floats, setting: Setting) -> Dealt:
+def _sorted(order: Ints, setting: Setting) -> Dealt:
     """The first devices of an order, dealt to stages one after another."""
     return np.asarray(order[: setting.replicas * setting.stages], dtype=np.int64).reshape(setting.stages, -1)
 

@@ -29,10 +29,8 @@ _MOVES = 4  # local moves tried on each child
 
 def evolve(first: Dealt, price: Callable[[Dealt], float], *, seed: int = 0) -> tuple[Dealt, float]:
     """The cheapest way found to deal devices to stages, never worse than the `first`; same seed, same answer."""
-    stages, replicas = first.shape
-    best = price(first)
-    if stages == 1 or first.size < 3:
-        return first, best
+    if len(first) == 1 or first.size < 3:
+        return first, price(first)
     chance = np.random.default_rng(seed)
     priced = min(TRIALS, BUDGET // first.size)
     size = max(2, min(POPULATION, priced // 10))

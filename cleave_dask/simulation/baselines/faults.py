@@ -5,9 +5,8 @@ a second. A batch takes T seconds in calm. Two published remedies, and a system 
 
     restart      the batch begins again from a checkpoint of its start, which is granted to cost nothing to write, after
                  R seconds: E = (exp(F T) - 1) (1/F + R)                               Daly 2006, eq. 13
-    recompute    a neighbour that holds the same layers fetches nothing; the newcomer fetches the state of its layers and
-                 computes again what was lost, C seconds, while all others wait: E = T / (1 - F C)
-                                                                     Thorpe et al. 2023 (Bamboo); Jang et al. 2023 (Oobleck)
+    recompute    another device takes the lost one's layers from a replica and computes again what was lost, in C seconds
+                 for which all wait: E = T / (1 - F C)      Thorpe et al. 2023 (Bamboo), Jang et al. 2023 (Oobleck)
 
 A failure is noticed after NOTICED seconds. A remedy that takes longer than failures leave time for never ends.
 """
