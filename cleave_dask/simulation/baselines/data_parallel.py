@@ -85,10 +85,8 @@ def _powers(most: int) -> list[int]:
 
 
 def dealt(work: Workload, flops: Floats) -> Floats:
-    """Sequences of each device, by speed: whole ones, at least one each."""
-    shares = np.maximum(1, np.floor(work.sequences * flops / flops.sum()))
-    while shares.sum() > work.sequences:
-        shares[int(np.argmax(shares / flops))] -= 1
+    """Sequences of each device, by speed: whole ones, and none for a device that would hold up the others."""
+    shares = np.floor(work.sequences * (flops / flops.sum()) * (1 - 1e-12))
     while shares.sum() < work.sequences:
         shares[int(np.argmin((shares + 1) / flops))] += 1
     return np.asarray(shares, dtype=np.float64)

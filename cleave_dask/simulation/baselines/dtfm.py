@@ -30,8 +30,9 @@ full with devices in sorted order; the best few are then refined by evolution. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from math import ceil
 
@@ -109,7 +110,7 @@ def price_published(work: Workload, fleet: Fleet, *, seed: int = 0) -> Result:
     best = None
     for _, number in nsmallest(_REFINED, tried):
         setting = settings[number]
-        dealt, seconds = evolve(_sorted(order, setting), lambda d, s=setting: cost(s, d), seed=seed)  # type: ignore[misc]
+        dealt, seconds = _refine(rates, _sorted(order, setting), partial(cost, setting), seed)
         if best is None or seconds < best[0]:
             best = seconds, setting, dealt
     assert best is not None  # one device, one stage is always among them
@@ -167,11 +168,8 @@ def price_dtfm(work: Workload, fleet: Fleet, *, churn: float | None = None, seed
         return infeasible("dtfm", _why_not(work, rates))
     best = None
     for _, _, setting, order in nsmallest(_REFINED, tried):
-
-        def cost(dealt: Dealt, setting: Setting = setting) -> float:
-            return extended_cost(work, rates, setting, dealt).total
-
-        dealt, seconds = evolve(_sorted(order, setting), cost, seed=seed)
+        price = partial(_total, work, rates, setting)
+        dealt, seconds = _refine(rates, _sorted(order, setting), price, seed)
         if best is None or seconds < best[0]:
             best = seconds, setting, dealt
     assert best is not None
@@ -186,6 +184,18 @@ def price_dtfm(work: Workload, fleet: Fleet, *, churn: float | None = None, seed
     weights = work.weight_bytes * setting.layers(work) / work.layers / float(np.median(rates.down))
     repair = weights + parts.compute / 2 if setting.replicas > 1 else np.inf
     return under_churn(result, churn, reload=state, repair=float(repair))
+
+
+def _total(work: Workload, rates: Rates, setting: Setting, dealt: Dealt) -> float:
+    return extended_cost(work, rates, setting, dealt).total
+
+
+def _refine(rates: Rates, dealt: Dealt, price: Callable[[Dealt], float], seed: int) -> tuple[Dealt, float]:
+    """A better way to deal these devices, unless they are all alike: then there is none."""
+    some = rates.take(dealt.ravel())
+    if all(float(np.ptp(column)) == 0 for column in (some.down, some.up, some.flops, some.latency)):
+        return dealt, price(dealt)
+    return evolve(dealt, price, seed=seed)
 
 
 def _shapes(work: Workload, devices: int) -> Iterator[Setting]:

@@ -5,8 +5,8 @@ a second. A batch takes T seconds in calm. Two published remedies, and a system 
 
     restart      the batch begins again from a checkpoint of its start, which is granted to cost nothing to write, after
                  R seconds: E = (exp(F T) - 1) (1/F + R)                               Daly 2006, eq. 13
-    recompute    another device takes the lost one's layers from a replica and computes again what was lost, in C seconds
-                 for which all wait: E = T / (1 - F C)      Thorpe et al. 2023 (Bamboo), Jang et al. 2023 (Oobleck)
+    recompute    another device takes the lost one's layers from a replica and computes again what was lost, in C
+                 seconds for which all wait: E = T / (1 - F C)         Thorpe et al. 2023 (Bamboo), Jang et al. 2023
 
 A failure is noticed after NOTICED seconds. A remedy that takes longer than failures leave time for never ends.
 """
