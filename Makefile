@@ -12,7 +12,7 @@ PYTHON := $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'impo
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train test lint format bench soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ format: setup ## rewrite the sources in the house style
 
 bench: setup ## measure seconds per step against plain torch
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+soak: setup ## train for an hour while devices are killed, stopped and started (ARGS="--minutes 5")
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 clean: ## remove .venv, caches and build output; checkpoints stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """Training under constant churn, for as long as you like: every run must give the calm run's losses, bit for bit.
 
-    python benchmarks/soak.py [--minutes 60] [--devices 5] [--every 3] [--seed 0]
+    python benchmarks/soak.py [--minutes 60] [--devices 6] [--every 1.5] [--seed 0]
 
 Real processes are killed, stopped, slowed and started again, `--every` seconds on average. One device is left alone, so
 that there is always somebody. Prints a line for each run of twelve steps; exits with 1 at the first loss that differs.
@@ -55,8 +55,8 @@ def main() -> int:
     """Run until the time is up; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--devices", type=int, default=5)
-    parser.add_argument("--every", type=float, default=3.0, help="seconds between two mishaps, on average")
+    parser.add_argument("--devices", type=int, default=6)
+    parser.add_argument("--every", type=float, default=1.5, help="seconds between two mishaps, on average")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     seconds = 60 * options.minutes
@@ -64,7 +64,7 @@ def main() -> int:
         calm = train(client)
         victims = Fleet(fleet.fleet.server, fleet.fleet.devices[1:])
         rate = 3600 / (options.every * len(victims))
-        churn = Churn.sample(victims, rate, options.seed, seconds=seconds, away=4.0)
+        churn = Churn.sample(victims, rate, options.seed, seconds=seconds, away=2.0)
         start, runs = monotonic(), 0
         with fleet.under(churn) as happened:
             while monotonic() - start < seconds:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
+from cleave_dask.planning.growing import ENDLESS, box_seconds
 
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
+_STEPS = 2  # of Newton's method
 _K = 2
 
 
@@ -23,9 +25,10 @@ class Job:
     shape: Shape
     rates: Rates
     start: Floats  # seconds that pass before the device's first byte moves: latency and the scheduler's queue
-    tiles: Ints  # tiles that the device's box will be cut into
+    slices: Ints  # that the device's box will be cut into along each side
     volume: Floats  # multiplications that the device should do
     best: Floats  # (3, devices): rows, columns and k of its best box
+    drag: Floats  # how many times longer than expected each one's tiles turned out to take
 
     def take(self, which: Ints) -> Job:
         """Some of the devices, in that order."""
@@ -33,9 +36,10 @@ class Job:
             self.shape,
             self.rates.take(which),
             self.start[which],
-            self.tiles[which],
+            self.slices[which],
             self.volume[which],
             self.best[:, which],
+            self.drag[which],
         )
 
 
@@ -88,12 +92,27 @@ def fitted(shape: Shape, draft: Arrangement) -> Arrangement:
     return replace(draft, reach=reach, thickness=thickness, width=width, height=height)
 
 
+def finish_seconds(job: Job, extents: Floats) -> Floats:
+    """Seconds after which each device is through with a box of these extents.
+
+    A box whose operands fit into memory is done in growing order. Otherwise the slice along its shorter side comes
+    first and stays, while tiles across the longer side stream past.
+    """
+    down, compute, up = stage_seconds(job, extents)
+    rows, cols, ks = extents
+    endless, many = job.slices == ENDLESS, np.maximum(job.slices, 1) ** 2
+    work = np.maximum(compute, up) + np.where(endless, 0.0, np.minimum(compute, up) / many)
+    second = ks * job.shape.down_bytes / job.rates.down  # of a row or a column
+    stays = np.where(endless, 0.0, np.minimum(rows, cols) * second + down / many)
+    grows = (rows + cols) * ks <= resident(job.shape, job.rates)
+    growing = np.where(endless, np.maximum(down, work), box_seconds(rows * second, cols * second, work, job.slices))
+    through = np.where(grows, growing, np.maximum(down, stays + work))
+    return np.asarray(job.start + job.drag * through, dtype=np.float64)
+
+
 def longest(job: Job, draft: Arrangement) -> float:
     """Seconds until the last device is through with its box; what is lower than a number is rounded away."""
-    ordered = job.take(draft.order)
-    stages = np.stack(stage_seconds(ordered, draft.extents))
-    busiest = stages.max(axis=0)
-    finish = ordered.start + busiest + (stages.sum(axis=0) - busiest) / ordered.tiles
+    finish = finish_seconds(job.take(draft.order), draft.extents)
     return float(np.where(draft.height >= 0.5, finish, 0.0).max())
 
 
@@ -127,24 +146,36 @@ def balanced(job: Job, draft: Arrangement) -> Arrangement:
 
 
 def _heights(job: Job, across: int, time: float, thickness: Floats, width: Floats) -> Floats:
-    """The greatest height of each box that its device can do by `time`, with a slice of it resident.
+    """The greatest height of each box that its device can do by `time`.
 
-    The stages are linear in the height h: s = s0 + s1 h; and s (1 - 1/q) + sum / q <= time - start for each of them.
-    Where the slice along the width does not fit into memory, that along the height must, or the width comes down again:
-    then the downlink needs (1 + 2 w k / room) h.
+    The stages are linear in the height h: p + q = d + d' h, W = w' h. With t seconds left, d + d' h <= t; while W is
+    the longest, also w' h + d d' / w' <= t; from there Newton's method takes the slices into account. If the operands
+    do not fit into memory, the slice along the width stays, d + w' h <= t; and if not even that fits, the one along the
+    height must, or the width comes down again: then the downlink needs (1 + 2 w k / room) h.
     """
     extents = np.empty((3, len(width)))
     extents[across], extents[1 - across], extents[_K] = width, 0.0, thickness
-    fixed = np.stack(stage_seconds(job, extents))
+    fixed = stage_seconds(job, extents)[0]
     extents[1 - across] = 1e-9  # so low that its slice fits into any memory
-    slope = (np.stack(stage_seconds(job, extents)) - fixed) * 1e9
-    shared = 1.0 / job.tiles
-    room = time - job.start - fixed.sum(axis=0) * shared - fixed * (1.0 - shared)
-    pace = slope * (1.0 - shared) + slope.sum(axis=0) * shared
-    height = (room / np.maximum(pace, 1e-300)).min(axis=0)
+    slope = np.stack(stage_seconds(job, extents)) * 1e9
+    slope[0] = (slope[0] * 1e-9 - fixed) * 1e9
+    work = np.maximum(np.maximum(slope[1], slope[2]), 1e-300)
+    work = work + np.where(job.slices == ENDLESS, 0.0, np.minimum(slope[1], slope[2]) / np.maximum(job.slices, 1) ** 2)
+    left = np.maximum(time - job.start, 0.0) / job.drag
+    free = (left - fixed) / np.maximum(slope[0], 1e-300)
+    endless = job.slices == ENDLESS
+    growing = np.maximum(np.minimum(free, np.maximum((left - fixed * slope[0] / work) / work, fixed / work)), 0.0)
+    for _ in range(_STEPS):
+        found = box_seconds(fixed, slope[0] * growing, work * growing, job.slices)
+        below = box_seconds(fixed, slope[0] * 0.95 * growing, work * 0.95 * growing, job.slices)
+        growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
+    growing = np.where(endless, np.minimum(free, left / work), growing)
+    streaming = np.minimum(free, np.where(endless, left, left - fixed) / work)
     kept = resident(job.shape, job.rates)
+    fitting = kept / thickness - width
+    height = np.where(growing <= fitting, growing, np.maximum(fitting, np.minimum(growing, streaming)))
     if (width * thickness > kept).any():
         again = slope[0] * (1.0 + 2.0 * width * thickness / kept)
-        slow = (time - job.start) / np.maximum(np.maximum(again, slope[1:].max(axis=0)), 1e-300)
+        slow = left / np.maximum(np.maximum(again, work), 1e-300)
         height = np.where(width * thickness > kept, np.minimum(height, np.maximum(kept / thickness, slow)), height)
     return np.asarray(np.maximum(height, 0.0), dtype=np.float64)

@@ -7,9 +7,25 @@ such set V^2 <= a b c, whatever its shape. Besides V <= c K, V <= a N, V <= b M.
     V <= D sqrt(c) / 2             when sqrt(c) <= l, the shorter of M and N   (attained by a square cuboid)
     V <= D c l / (l^2 + c)         otherwise                                   (attained by a cuboid l wide)
 
-Both grow with c, so within t seconds, c = min(U t / w, M N) and D = B t / w give the most a device can do when its
-transfers overlap perfectly (`most`). Links are in bytes/s, w in bytes, the result in multiplications; cells of a
-batched op cost the same whichever they are.
+Both grow with c, so within T seconds, c = min(U T / w, M N) and D = B T / w give the most a device could do if its
+transfers overlapped perfectly. Links are in bytes/s, w in bytes, the result in multiplications; cells of a batched op
+cost the same whichever they are.
+
+Cause comes before effect (`causal`). A result that is sent before time t can only contain operands that came before t.
+Take the plane of one k: of its n products, those sent before t are at most a b <= d^2 / 4, with d = a + b the numbers
+of A's column k and B's row k that came before t; those sent after t are at most U (T - t). So d is at least
+2 sqrt(n - U (T - t)) for every t, and all planes' d together are at most B t. In units of T for t, of c = U T for n
+(nu = n / c), and of D / (2 sqrt(c)) for the number of planes, z = 2 K sqrt(c) / D of them in all:
+
+    sum over planes of sqrt((nu - 1 + t)+) <= t     for 0 <= t <= 1           V = V* sum of nu,   V* = D sqrt(c) / 2
+
+Add these inequalities up with weights (2 / pi) u^(-1/2) at t = s - u, for u from 0 to s: since the integral of
+(2 / pi) u^(-1/2) sqrt(x - u) from 0 to x is x (Abel), every plane contributes at least nu - (1 - s), while the right
+hand side is 8 s^(3/2) / (3 pi). So V / V* <= (1 - s) z + 8 s^(3/2) / (3 pi) for every s; the best is s = (pi z / 4)^2:
+
+    V <= V* (z - pi^2 z^3 / 48)   if z <= 4 / pi,        else   V <= 8 / (3 pi) V* = 0.849 V*
+
+A box in growing order (`growing`) reaches V* (z - z^3 / 4), at most 0.770 V*.
 
 Lines (`lines`). Call the K multiplications behind one number of C a line. Lines are covered by whole numbers of
 devices: one alone, or at least two. So a line can be booked as 1 to a device that does all of it, and as 1/2 to each
@@ -21,6 +37,8 @@ with c1 lines that the device does alone and c2 of which it does a part. What is
 plane of one k, v products need at least f(v) numbers of A and B, f(v) = 2 sqrt(v), or l + v / l from l^2 on, which is
 concave in v. So it does best with only two sorts of planes: all c = c1 + c2 lines in some, the c1 alone in the others;
 and the booking is then convex in f(c1), so the best c1 is the least or the greatest: 0, or f(c1) = D / K.
+The lines that a device does alone are in every plane, so z sqrt(nu - 1 + t) <= t for every t: nu <= 1 - z^2 / 4, or
+1 / z^2 from z = sqrt(2) on. So it books no more than alpha times its causal volume and these, (c + c1) / 2, either.
 """
 
 from __future__ import annotations
@@ -31,7 +49,7 @@ from cleave_dask.planning.cost import Floats, Rates, Shape
 
 
 def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
-    """The largest volume that each device can do in `seconds` of perfect overlap, and the results it then sends."""
+    """More than this volume no device can do in `seconds`; and the results that it can send."""
     time = np.maximum(seconds, 0.0)
     compute = rates.flops * time * (shape.volume / shape.flops)
     if shape.kind != "gemm":
@@ -42,7 +60,16 @@ def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
     received = rates.down * time / shape.down_bytes
     results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
     volume = np.minimum(received * reach(shape, results), np.minimum(compute, results * shape.k))
+    volume = np.minimum(volume, causal(received, rates.up * time / shape.up_bytes, shape.k))
     return np.minimum(volume, shape.volume), results
+
+
+def causal(received: Floats, sent: Floats, depth: int) -> Floats:
+    """Volume that receiving and sending so many numbers allows, since operands come before results."""
+    z = 2.0 * depth * np.sqrt(sent) / np.maximum(received, 1e-300)
+    z = np.minimum(z, 4.0 / np.pi)  # where it is greatest: 8 / (3 pi)
+    part = z - np.pi**2 / 48.0 * z * z * z
+    return np.asarray(part * received * np.sqrt(sent) / 2.0, dtype=np.float64)
 
 
 def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
@@ -50,13 +77,13 @@ def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
     if alpha == 1.0:
         return most(shape, rates, seconds)[0] / shape.k
     time, side = np.maximum(seconds, 0.0), float(min(shape.m, shape.n))
-    received = rates.down * time / (shape.down_bytes * shape.k)
-    results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
-    compute = rates.flops * time * (shape.volume / (shape.flops * shape.k))
+    received, sent = rates.down * time / (shape.down_bytes * shape.k), rates.up * time / shape.up_bytes
+    results = np.minimum(sent, shape.m * shape.n)
     alone = np.minimum(np.where(received <= 2 * side, received**2 / 4.0, side * (received - side)), results)
     parts = alpha * np.minimum(received * reach(shape, results), results) + (1 - alpha) * results / 2.0
     booked = np.maximum(alpha * alone + (1 - alpha) * (results + alone) / 2.0, parts)
-    limited = alpha * compute + (1 - alpha) * (results + alone) / 2.0
+    alone = np.minimum(alone, np.maximum(sent / 2.0, sent * (1.0 - sent / np.maximum(received, 1e-100) ** 2)))
+    limited = alpha * most(shape, rates, seconds)[0] / shape.k + (1 - alpha) * (results + alone) / 2.0
     return np.asarray(np.minimum(booked, limited), dtype=np.float64)
 
 

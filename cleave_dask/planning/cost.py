@@ -20,7 +20,6 @@ from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from cleave_dask.fleet.devices import Device, Fleet
 from cleave_dask.graph.ir import ITEMSIZE, Gemm, Range
@@ -158,16 +157,6 @@ def tile_cost(gemm: Gemm, tile: Tile, device: Device, *, scheduler_seconds: floa
         up_bytes=up,
         memory=down + up,
     )
-
-
-def pipelined(down: ArrayLike, up: ArrayLike, compute: ArrayLike, tiles: ArrayLike) -> Floats:
-    """Seconds of `tiles` equal tiles whose download, multiplication and upload overlap.
-
-    max + (sum - max) / tiles: the busiest of the three never waits, but for the first and the last tile.
-    """
-    stages = np.stack(np.broadcast_arrays(*(np.asarray(stage, dtype=np.float64) for stage in (down, compute, up))))
-    busiest = stages.max(axis=0)
-    return np.asarray(busiest + (stages.sum(axis=0) - busiest) / np.maximum(1, tiles), dtype=np.float64)
 
 
 def extent(span: Range) -> int:

@@ -5,8 +5,8 @@ left, paused, was heard of; a parcel is ready, ended, is unwanted; time passed),
 plugin and the simulator drive this same object.
 
 A parcel waits in the queue of the device it was planned for, and a device has a small window of parcels in flight. When
-there is room it takes the next of its own, then one that is planned for nobody, then one from the device with the
-longest work still waiting, if it would be through before that device. So a plan is followed while it holds, and a
+there is room it takes the next of its own, then one that is planned for nobody, then the last one of the device with
+the longest work still waiting, if it would be through before that device. So a plan is followed while it holds, and a
 device that joins late, or is faster than planned, still finds work. Filler, which nobody waits for, is sent while the
 window has room; a parcel of the critical path only counts others of its kind, because a device turns to it first.
 
@@ -21,38 +21,23 @@ Every event costs O(log devices); `settle` and `tick` look only at devices that 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from cleave_dask.planning.dispatch_state import DeviceState, ParcelId, WaitingParcel
+from cleave_dask.planning.dispatch_state import (
+    ANYONE,
+    FACTOR,
+    FORGIVING,
+    GRACE,
+    HELPFUL,
+    MEMORY,
+    SLUGGISH,
+    WASTE,
+    DeviceState,
+    Handover,
+    ParcelId,
+    WaitingParcel,
+)
 from cleave_dask.planning.parcels import Figures, Work
-
-FACTOR = 1.7
-"""A parcel is late after so many times its expected seconds."""
-
-GRACE = 0.6
-"""Seconds added to that: a busy machine is no lost one."""
-
-SLUGGISH = 3.0
-"""From so many times the common pace on, a device leaves parcels to others that would be through sooner."""
-
-HELPFUL = 0.7
-"""A device takes another's parcel if that takes it less than this part of the other's waiting work."""
-
-WASTE = 1.5
-"""How many times longer than planned a parcel may take on another device, or a device be than the fleet, as a rule."""
-
-_FORGIVING = 0.02  # of its distance from the common pace an idle device loses with each sign of life: it gets a new try
-_MEMORY = 0.5  # weight of the last observation in a device's pace
-_ANYONE = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """A parcel that its device is late with: take it back, so that it becomes ready again."""
-
-    parcel: ParcelId
-    device: str
 
 
 class Dispatcher:
@@ -63,7 +48,8 @@ class Dispatcher:
         self.pace = 1.0  # of the whole fleet
         self._devices: dict[str, DeviceState] = {}
         self._parcels: dict[ParcelId, WaitingParcel] = {}
-        self._queues: dict[str, list[tuple[int, int, ParcelId]]] = {_ANYONE: []}
+        self._queues: dict[str, list[tuple[int, int, ParcelId]]] = {ANYONE: []}  # heaps: most urgent first
+        self._tails: dict[str, list[tuple[int, int, ParcelId]]] = {}  # of devices: least urgent first
         self._longest: list[tuple[float, str]] = []  # (-backlog, device): a heap with stale entries
         self._free: deque[str] = deque()  # devices that may have room, each once
         self._listed: set[str] = set()
@@ -108,7 +94,7 @@ class Dispatcher:
             known.figures = figures
             return
         self._devices[device] = DeviceState(figures, heard=now, since=now)
-        self._queues.setdefault(device, [])
+        self._queues[device], self._tails[device] = [], []
         self._has_room(device)
 
     def device_left(self, device: str) -> None:
@@ -118,6 +104,7 @@ class Dispatcher:
             return
         for name in state.flying:
             self._parcels[name].holder = None
+        del self._tails[device]
         self._disown(self._queues.pop(device), device)
 
     def device_paused(self, device: str, paused: bool) -> None:
@@ -132,7 +119,7 @@ class Dispatcher:
         state = self._devices[device]
         state.heard = max(state.heard, now)
         if state.pace is not None and not state.flying:
-            state.pace += _FORGIVING * (self.pace - state.pace)
+            state.pace += FORGIVING * (self.pace - state.pace)
         if state.silent and state.heard > state.since:
             state.silent = False
             self._settled(device, state)
@@ -157,7 +144,7 @@ class Dispatcher:
         if state is not None:
             state.planned = True
         if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
-            self._wait(parcel, this, _ANYONE)
+            self._wait(parcel, this, ANYONE)
         elif self._room(state, this) and not self._queues[planned]:
             self._send(parcel, this, planned, now)
             return planned
@@ -265,20 +252,20 @@ class Dispatcher:
     def _observe(self, device: str, state: DeviceState, this: WaitingParcel, now: float) -> None:
         """A device's pace, from the time between its results."""
         ratio = (now - max(state.since, this.sent)) / self._cost(this, device, state)
-        state.pace = ratio if state.pace is None else (1 - _MEMORY) * state.pace + _MEMORY * ratio
-        share = _MEMORY / max(1, len(self._devices))
+        state.pace = ratio if state.pace is None else (1 - MEMORY) * state.pace + MEMORY * ratio
+        share = MEMORY / max(1, len(self._devices))
         self.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
 
     def _next(self, device: str, state: DeviceState) -> ParcelId | None:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
-        for queue in (device, _ANYONE):
+        for queue in (device, ANYONE):
             parcel = self._first(queue, device, state)
             if parcel is not None and not (self._sluggish(state) and self._better_left(parcel, device, state)):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
         victim = self._most_behind(device)
         if victim is not None:
-            parcel = self._first(victim, device, state)
+            parcel = self._peek(self._tails[victim], victim, device, state)
             if parcel is not None and self._worth_helping(parcel, device, state, victim):
                 self._leave_queue(self._parcels[parcel])
                 return parcel
@@ -313,13 +300,17 @@ class Dispatcher:
 
     def _first(self, queue: str, device: str, state: DeviceState) -> ParcelId | None:
         """The first parcel of a queue that this device may have; those that left the queue are dropped on the way."""
-        heap = self._queues[queue]
+        return self._peek(self._queues[queue], queue, device, state)
+
+    def _peek(
+        self, heap: list[tuple[int, int, ParcelId]], queue: str, device: str, state: DeviceState
+    ) -> ParcelId | None:
         skipped: list[tuple[int, int, ParcelId]] = []
         found = None
         while heap:
             _, number, parcel = heap[0]
             this = self._parcels.get(parcel)
-            if this is None or this.queue != queue or this.number != number:
+            if this is None or this.queue != queue or this.number != abs(number):
                 heappop(heap)
                 continue
             if device in this.late_on and self._others(device):
@@ -335,14 +326,15 @@ class Dispatcher:
         this.queue = queue
         heappush(self._queues[queue], (this.rank, this.number, parcel))
         self._waiting += 1
-        if queue != _ANYONE:
+        if queue != ANYONE:
             state = self._devices[queue]
+            heappush(self._tails[queue], (-this.rank, -this.number, parcel))
             state.backlog += state.figures.seconds(this.work)
             heappush(self._longest, (-self._behind(queue), queue))
 
     def _leave_queue(self, this: WaitingParcel) -> None:
         assert this.queue is not None
-        if this.queue != _ANYONE and this.queue in self._devices:
+        if this.queue != ANYONE and this.queue in self._devices:
             state = self._devices[this.queue]
             state.backlog = max(0.0, state.backlog - state.figures.seconds(this.work))
         this.queue = None
@@ -390,7 +382,7 @@ class Dispatcher:
         if state.active:
             self._has_room(device)
         else:
-            heap, self._queues[device] = self._queues[device], []
+            heap, self._queues[device], self._tails[device] = self._queues[device], [], []
             self._disown(heap, device)
             state.backlog = 0.0
 
@@ -399,5 +391,5 @@ class Dispatcher:
         for rank, number, parcel in heap:
             this = self._parcels.get(parcel)
             if this is not None and this.queue == device and this.number == number:
-                this.queue = _ANYONE
-                heappush(self._queues[_ANYONE], (rank, number, parcel))
+                this.queue = ANYONE
+                heappush(self._queues[ANYONE], (rank, number, parcel))

@@ -1,4 +1,4 @@
-"""What the dispatcher remembers of a device and of a parcel."""
+"""What the dispatcher remembers of a device and of a parcel, and the numbers of its rules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cleave_dask.planning.parcels import Figures, Work
+
+FACTOR = 1.7
+"""A parcel is late after so many times its expected seconds."""
+
+GRACE = 0.6
+"""Seconds added to that: a busy machine is no lost one."""
+
+SLUGGISH = 3.0
+"""From so many times the common pace on, a device leaves parcels to others that would be through sooner."""
+
+HELPFUL = 0.7
+"""A device takes another's parcel if that takes it less than this part of the other's waiting work."""
+
+WASTE = 1.5
+"""How many times longer than planned a parcel may take on another device, or a device be than the fleet, as a rule."""
+
+FORGIVING = 0.02  # of its distance from the common pace an idle device loses with each sign of life: it gets a new try
+MEMORY = 0.5  # weight of the last observation in a device's pace
+ANYONE = ""
 
 ParcelId = Any
 """Whatever the caller knows a parcel by; it is only hashed and compared."""
@@ -45,3 +64,11 @@ class DeviceState:
     def active(self) -> bool:
         """Whether it takes parcels."""
         return not (self.silent or self.paused)
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A parcel that its device is late with: take it back, so that it becomes ready again."""
+
+    parcel: ParcelId
+    device: str

@@ -2,10 +2,16 @@
 
 A device's slices are fetched once for all its tiles that share them while its memory lasts; where it does not, a slice
 that the last tiles did not use comes down again. Tiles go out in parcels: as many for each device as take the scheduler
-no more than a quarter of the gemm's time, but one at least. A device's time is its start (latency and the place of its
-first parcel in the scheduler's queue, longest work first) and its pipelined stages; the gemm's time is that of the last
-device, or of the scheduler or the server's links if those take longer. In memory a device has two tiles with their
-operands, a slice that both need once, for each of the gemms that it works on at once.
+no more than a quarter of the gemm's time, but one at least. A device begins after its start: the links' latency and
+the place of its first parcel in the scheduler's queue, those with the most to do first. From then on its tiles, in
+growing order, follow each other through its three stages, each first come first served:
+
+    arrived[i] = arrived[i-1] + slices not yet there        through[i] = max(through[i-1], ready[i]) + seconds[i]
+
+where a tile is ready for the multiplier when it has arrived, and for the uplink when it is multiplied: the same as the
+simulator does. The gemm's time is that of the last device, or of the scheduler or the server's links if those take
+longer. In memory a device has two tiles with their operands, a slice that both need once, for each of the gemms that it
+works on at once.
 """
 
 from __future__ import annotations
@@ -17,7 +23,8 @@ from math import ceil
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
-from cleave_dask.planning.cost import AT_ONCE, IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape, pipelined
+from cleave_dask.planning.cost import AT_ONCE, IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape
+from cleave_dask.planning.growing import growing_order
 
 STAGES = ("downlink", "compute", "uplink")
 
@@ -33,6 +40,7 @@ class Layout:
     owner: Ints  # device of each tile, by its position in the fleet
     devices: Ints  # that have a tile
     stages: Floats  # (3, devices): seconds down, in the multiplier, up
+    through: Floats  # seconds from its first byte to its last, of each device
     tiles: Ints  # of each device
     together: int  # tiles of a parcel
     memory: Floats  # bytes that each device needs at most
@@ -61,7 +69,7 @@ class Layout:
     @cached_property
     def finish(self) -> Floats:
         """Seconds after which each device is through."""
-        return self.start + pipelined(self.stages[0], self.stages[2], self.stages[1], self.tiles)
+        return self.start + self.through
 
     @cached_property
     def devices_seconds(self) -> float:
@@ -97,27 +105,31 @@ def lay_out(
     """The layout of these tiles, priced."""
     order = np.lexsort(ranges.T[[3, 2, 1, 0, 5, 4]])
     ranges, owner = ranges[order], owner[order]
-    devices, which = np.unique(owner, return_inverse=True)
+    devices = np.unique(owner)
     here = rates.take(devices)
-    size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
-    volume = np.bincount(which, size.prod(axis=1))
-    up = np.bincount(which, size[:, 0] * size[:, 1]) * shape.up_bytes
+    order, turn = growing_order(ranges, owner)
+    which = np.searchsorted(devices, owner[order])
+    size = (ranges[order, 1::2] - ranges[order, 0::2]).astype(np.float64)
+    down = _down(shape, ranges[order], which, size, here.memory)
+    flops = size.prod(axis=1) * (shape.flops / shape.volume)
+    up = size[:, 0] * size[:, 1] * shape.up_bytes
+    seconds = np.stack([down / here.down[which], flops / here.flops[which], up / here.up[which]])
+    stages: Floats = np.stack([np.bincount(which, stage).astype(np.float64) for stage in seconds])
     tiles = np.bincount(which)
-    down = _down(shape, ranges, which, size, here.memory)
-    stages = np.stack([down / here.down, volume * (shape.flops / shape.volume) / here.flops, up / here.up])
-    work = pipelined(stages[0], stages[2], stages[1], tiles) + here.latency
+    through = _through(seconds, turn, which)
     place = np.empty(len(devices))
-    place[np.argsort(-work, kind="stable")] = np.arange(1, len(devices) + 1)
-    together = _together(tiles, scheduler_seconds, float(work.max()))
+    place[which] = turn + 1.0
+    together = _together(tiles, scheduler_seconds, float((through + here.latency).max()))
     return Layout(
         shape=shape,
         ranges=ranges,
         owner=owner,
         devices=devices,
         stages=stages,
+        through=through,
         tiles=tiles,
         together=together,
-        memory=AT_ONCE * _held(shape, ranges, which, size),
+        memory=AT_ONCE * _held(shape, ranges[order], which, size),
         latency=here.latency,
         queue=scheduler_seconds * place,
         down_bytes=float(down.sum()),
@@ -128,6 +140,25 @@ def lay_out(
     )
 
 
+def _through(seconds: Floats, turn: Ints, which: Ints) -> Floats:
+    """When each device is through with its tiles, which come device after device: (3, tiles) are their stages.
+
+    through[i] = total[i] + max over j <= i of (ready[j] - total[j-1]), for all devices at once: what a device has is
+    lifted above whatever those before it have.
+    """
+    first = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]]))
+    counts = np.diff(np.append(first, len(turn)))
+    lift = turn * (4.0 * float(np.add.reduceat(seconds, first, axis=1).max()) + 1e-9)
+    ready = np.zeros(len(turn))
+    for stage in seconds:
+        total = np.cumsum(stage)
+        total -= np.repeat(total[first] - stage[first], counts)
+        ready = total + np.maximum.accumulate(ready - (total - stage) + lift) - lift
+    through = np.empty(len(first))
+    through[which[first]] = ready[first + counts - 1]
+    return through
+
+
 def footprint(shape: Shape, size: Floats) -> Floats:
     """Bytes of operands and result of each tile."""
     if shape.kind != "gemm":
@@ -136,45 +167,45 @@ def footprint(shape: Shape, size: Floats) -> Floats:
 
 
 def _together(tiles: Ints, slot: float, seconds: float) -> int:
-    """Tiles of a parcel: few, so that parcels can go to whoever is free, if the scheduler has the time."""
-    most = int(tiles.max())
-    parcels = _SCHEDULER_SHARE * seconds / (slot * len(tiles)) if slot else most
-    return ceil(most / min(most, max(1, int(parcels))))
+    """Tiles of a parcel: few, so that parcels can go to whoever is free, if the scheduler has the time.
+
+    A device has all its parcels in flight at once, so that downloads can run ahead of what is still to be sent.
+    """
+    parcels = _SCHEDULER_SHARE * seconds / (slot * len(tiles)) if slot else IN_FLIGHT
+    return ceil(int(tiles.max()) / min(IN_FLIGHT, max(1, int(parcels))))
 
 
 def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
-    """Bytes of any two consecutive tiles of each device at most, operands and results."""
-    order = np.argsort(which, kind="stable")
-    who, area = which[order], size[order, 0] * size[order, 1]
+    """Bytes of any two consecutive tiles of each device at most, operands and results; tiles device after device."""
+    area = size[:, 0] * size[:, 1]
     if shape.kind != "gemm":
         slices = [area * shape.down_bytes]
-        same = [np.zeros(len(order) - 1, dtype=bool)]
+        same = [np.zeros(len(which) - 1, dtype=bool)]
     else:
-        slices = [size[order, axis] * size[order, 2] * shape.down_bytes for axis in (0, 1)]
-        keys = [ranges[order][:, [2 * axis, 2 * axis + 1, 4, 5]] for axis in (0, 1)]
+        slices = [size[:, axis] * size[:, 2] * shape.down_bytes for axis in (0, 1)]
+        keys = [ranges[:, [2 * axis, 2 * axis + 1, 4, 5]] for axis in (0, 1)]
         same = [(key[1:] == key[:-1]).all(axis=1) for key in keys]
     held = sum(slices) + area * shape.up_bytes
     pair = held.copy()
     before = area[:-1] * shape.up_bytes + sum(np.where(s, 0.0, part[:-1]) for s, part in zip(same, slices, strict=True))
-    pair[1:] += np.where(who[1:] == who[:-1], before, 0.0)
-    most = np.zeros(who[-1] + 1)
-    np.maximum.at(most, who, pair)
+    pair[1:] += np.where(which[1:] == which[:-1], before, 0.0)
+    most = np.zeros(which.max() + 1)
+    np.maximum.at(most, which, pair)
     return most
 
 
 def _down(shape: Shape, ranges: Ints, which: Ints, size: Floats, memory: Floats) -> Floats:
-    """Bytes that each device receives."""
-    count = len(memory)
+    """Bytes that come down for each tile, of devices' tiles in the order that they take them."""
     if shape.kind != "gemm":
-        return np.bincount(which, size[:, 0] * size[:, 1] * shape.down_bytes, minlength=count).astype(np.float64)
-    total, again = np.zeros(count), np.zeros(count)
+        return np.asarray(size[:, 0] * size[:, 1] * shape.down_bytes, dtype=np.float64)
+    once, again = np.zeros(len(which)), np.zeros(len(which))
     for axis in (0, 1):
         weight = size[:, axis] * size[:, 2] * shape.down_bytes
         key = np.stack([which, *(ranges[:, c] for c in (2 * axis, 2 * axis + 1, 4, 5))])
-        total += np.bincount(which, weight * _first(key), minlength=count)
-        again += np.bincount(which, weight * _fresh(key), minlength=count)
-    received: Floats = np.where(total <= memory / 2, total, again)
-    return received
+        once += weight * _first(key)
+        again += weight * _fresh(key)
+    fits = np.bincount(which, once, minlength=len(memory)) <= memory / 2
+    return np.where(fits[which], once, again)
 
 
 def _first(key: Ints) -> Ints:
@@ -189,12 +220,7 @@ def _first(key: Ints) -> Ints:
 
 def _fresh(key: Ints) -> Ints:
     """1 where a device's tile needs a slice that none of its last IN_FLIGHT - 1 tiles had, else 0."""
-    order = np.argsort(key[0], kind="stable")
-    ordered = key[:, order]
     new = np.ones(key.shape[1], dtype=np.int64)
     for back in range(1, IN_FLIGHT):
-        same = (ordered[:, back:] == ordered[:, :-back]).all(axis=0)
-        new[back:] &= ~same
-    found = np.zeros(key.shape[1], dtype=np.int64)
-    found[order] = new
-    return found
+        new[back:] &= ~(key[:, back:] == key[:, :-back]).all(axis=0)
+    return new

@@ -20,8 +20,8 @@ _NOISE = 0.1  # of the depths that devices want, in a shuffle
 _SHUFFLED = 3  # ways that are shuffled, in turn
 
 
-def pack(job: Job, *, split_k: bool = True, many: int = 1, seed: int = 0) -> list[tuple[Ints, Ints]]:
-    """Up to `many` exact partitions of the cuboid, the best first: ranges (boxes, 6) and whose each is.
+def pack(job: Job, *, split_k: bool = True, many: int = 1, seed: int = 0) -> list[Arrangement]:
+    """Up to `many` arrangements of the devices' boxes, the best first.
 
     With many = 1 the first way is taken as it is.
     """
@@ -37,11 +37,14 @@ def pack(job: Job, *, split_k: bool = True, many: int = 1, seed: int = 0) -> lis
         shuffled = depth * np.exp(_NOISE * chance.standard_normal(len(depth)))
         draft = balanced(job, arrange(job, likely[trial % len(likely)], shuffled))
         found.append((longest(job, draft), len(found), draft))
-    return [_rounded(job.shape, draft) for _, _, draft in sorted(found)[:many]]
+    return [draft for _, _, draft in sorted(found)[:many]]
 
 
-def _rounded(shape: Shape, draft: Arrangement) -> tuple[Ints, Ints]:
-    """Whole numbers: cuts on multiples of a power of two that moves none of them by more than a percent or so."""
+def rounded(shape: Shape, draft: Arrangement) -> tuple[Ints, Ints]:
+    """An exact partition of the cuboid: ranges (boxes, 6) and whose each is.
+
+    Whole numbers: cuts on multiples of a power of two that moves none of them by more than half a percent or so.
+    """
     zones = _edges(draft.reach, np.zeros(len(draft.reach), dtype=np.int64), shape.extents[draft.across])
     slabs = _edges(draft.thickness, draft.zone, shape.k)
     zone = zones[draft.zone][draft.slab]
@@ -71,6 +74,6 @@ def _edges(sizes: Floats, group: Ints, length: int | Ints) -> Ints:
 def aligned_unit(length: int, size: float) -> int:
     """A power of two up to 32 that divides `length` and is small beside `size`: kernels like full vectors."""
     unit = 32
-    while unit > 1 and (length % unit or size < 48 * unit):
+    while unit > 1 and (length % unit or size < 96 * unit):
         unit //= 2
     return unit

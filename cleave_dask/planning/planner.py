@@ -78,7 +78,7 @@ def _shaped(sent: list[Gemm], fleet: Fleet, *, split_k: bool, scheduler_seconds:
     rates = Rates.of(fleet)
     critical = [gemm for gemm in sent if gemm.role != "dW"]
     filler = [gemm for gemm in sent if gemm.role == "dW"] if critical else []
-    for gemm in sent:
+    for gemm in {Shape.of(gemm): gemm for gemm in reversed(sent)}.values():
         _require_memory(gemm, fleet)
     known: dict[Shape, Layout] = {}
     for gemm in critical or sent:

@@ -2,39 +2,41 @@
 
 For a time T, each device can do a volume v(T - start), where its start is its links' latency and its place in the
 scheduler's queue. The least T at which the volumes of the devices add up to the gemm gives each its share and its best
-box: square (rows = columns) and k = side * B / (2 U) deep, as long in k as its links are uneven, or all of K if that
-is less. `packing` fits the boxes together. A box is cut into tiles across its longer side, so that download,
-multiplication and upload overlap: as many as still take 20 ms each. A device whose share would not be worth a parcel is
-left out. Attention and batched products are dealt out cell by cell in the same proportions.
+box: square (rows = columns) and about k = side * B / U * 0.7 deep, as long in k as its links are uneven, or all of K if
+that is less (`growing.best_ratio`). `packing` fits the boxes together. A box is cut into a grid of tiles, which its
+device takes in growing order, so that download, multiplication and upload overlap: as many as still take 50 ms, or the
+latency of its links, each. A device whose share would not be worth a parcel is left out. Attention and batched
+products are dealt out cell by cell in the same proportions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
-from cleave_dask.planning.balancing import Job
+from cleave_dask.planning.balancing import Arrangement, Job, balanced, finish_seconds
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
-    AT_ONCE,
+    ROUND_TRIPS,
     SCHEDULER_SECONDS,
     Floats,
     Ints,
     Rates,
     Shape,
-    pipelined,
-    resident,
     smallest_bytes,
 )
+from cleave_dask.planning.cutting import cut_boxes
+from cleave_dask.planning.growing import ENDLESS, MOST_SLICES, best_ratio, square_seconds
 from cleave_dask.planning.layout import Layout, lay_out
-from cleave_dask.planning.packing import aligned_unit, pack
+from cleave_dask.planning.packing import pack, rounded
 
-_MOST_TILES = 64  # of a device; more bring less than a percent
-_LEAST_TILE = 0.02  # seconds: shorter tiles cost more in messages than their overlap brings
-_ENDLESS = 1 << 20  # as if it never had to wait for its first tile nor its last: others' tiles fill in
+_LEAST_TILE = 0.05  # seconds: shorter tiles cost more in messages than their overlap brings
+_FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
+_AGAIN = 1  # times that a packing is balanced by what its tiles take, for small fleets twice
+_SHRINKS = 2  # of a box that takes too long
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -47,8 +49,8 @@ class Shares:
     start: Floats  # seconds before each one's first byte moves
     volume: Floats  # multiplications, or cells, of each
     results: Floats  # numbers that each would best send back
-    tiles: Ints  # of each
-    overlap: Ints  # tiles over which its stages overlap
+    slices: Ints  # of each one's box along each side; a batched op has as many tiles as their square
+    overlap: Ints  # the same, or ENDLESS if tiles of others fill its gaps
 
 
 def tile_gemm(
@@ -109,45 +111,54 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    tiles = np.clip((seconds - start) / _LEAST_TILE, 1, _MOST_TILES).astype(np.int64)
-    overlap = np.full(len(order), _ENDLESS) if filler else tiles
+    shortest = np.maximum(_FILLER_TILE if filler else _LEAST_TILE, rates.latency[order] / ROUND_TRIPS)
+    slices = np.rint(np.sqrt(np.maximum(seconds - start, 0.0) / shortest)).astype(np.int64)
+    slices = np.clip(slices, 1, MOST_SLICES)
+    overlap = np.full(len(order), ENDLESS) if filler else slices
     volume, results = _overlapped(shape, rates.take(order), seconds - start, overlap)
     if shape.kind == "gemm":
         worth = volume > _WORTH * volume.sum() / max(1, (volume > 0).sum())
     else:
         volume = np.floor(volume * (1 + 1e-9))
         worth = volume > 0
-    return Shares(seconds, order[worth], start[worth], volume[worth], results[worth], tiles[worth], overlap[worth])
+    return Shares(seconds, order[worth], start[worth], volume[worth], results[worth], slices[worth], overlap[worth])
 
 
-def _overlapped(shape: Shape, rates: Rates, seconds: Floats, tiles: Ints) -> tuple[Floats, Floats]:
-    """The volume that each device can do in `seconds` with its work in `tiles` tiles, and the results it sends."""
-    volume, results = most(shape, rates, seconds)
+def _overlapped(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> tuple[Floats, Floats]:
+    """The volume that each device can do in `seconds` with its box in so many slices, and the results it sends."""
     if shape.kind != "gemm":
-        stages = cell_seconds(shape, rates)
+        volume, _ = most(shape, rates, seconds)
+        stages, tiles = cell_seconds(shape, rates), np.where(slices == ENDLESS, np.inf, slices**2)
         busiest, others = stages.max(axis=0), stages.sum(axis=0) - stages.max(axis=0)
         evenly = np.minimum(np.maximum(seconds, 0.0) / (busiest + others / tiles), shape.volume)
         volume = np.where(evenly >= tiles, evenly, volume)
         return volume, volume
-    down, compute, up = _stages(shape, rates, volume, results)
-    whole = pipelined(down, up, compute, tiles)
-    shrink = np.where(whole > 0, np.maximum(seconds, 0.0) / np.maximum(whole, 1e-300), 1.0)
-    volume, results = most(shape, rates, seconds * np.minimum(shrink, 1.0))
-    side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
-    room = resident(shape, rates)
-    pace = np.sqrt(room * rates.down * rates.up) / (2.0 * shape.down_bytes)  # with slices fetched again
-    fitting = np.maximum(results * room / np.maximum(side, 1e-300), pace * np.maximum(seconds, 0.0))
-    return np.minimum(volume, fitting), results
+    left = np.maximum(seconds, 0.0)
+    time, job = left, Job(shape, rates, np.zeros(len(rates)), slices, left, left[None], np.ones(len(rates)))
+    for _ in range(_SHRINKS):
+        box = _best_box(shape, rates, time, slices)
+        time = time * np.clip(left / np.maximum(finish_seconds(job, box), 1e-300), 0.2, 1.0)
+    rows, cols, depth = _best_box(shape, rates, time, slices)
+    return rows * cols * depth, rows * cols
 
 
-def _stages(shape: Shape, rates: Rates, volume: Floats, results: Floats) -> tuple[Floats, Floats, Floats]:
-    """Seconds down, in the multiplier and up of the best boxes of these volumes."""
-    compute = volume * (shape.flops / shape.volume) / rates.flops
-    up = results * shape.up_bytes / rates.up
-    side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
-    depth = volume / np.maximum(results, 1e-300)
-    other = results / np.maximum(side, 1e-300)
-    return (side + other) * depth * shape.down_bytes / rates.down, compute, up
+def _best_box(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> Floats:
+    """(3, devices): the largest box whose download and upload, in so many slices, take `seconds`."""
+    received, sent = rates.down * seconds / shape.down_bytes, rates.up * seconds / shape.up_bytes
+    around = shape.k * np.sum(_best_sides(shape, sent), axis=0)  # down, if the box were K deep and all sent is its area
+    ratio = best_ratio(slices, (received / np.maximum(around, 1e-100)) ** 2)
+    down = 1.0 / square_seconds(np.ones(len(ratio)), ratio, slices)
+    rows, cols = _best_sides(shape, down * ratio * sent)
+    depth = np.minimum(down * received / np.maximum(rows + cols, 1e-300), shape.k)
+    return np.stack([rows, cols, depth])
+
+
+def _best_sides(shape: Shape, results: Floats) -> tuple[Floats, Floats]:
+    """Rows and columns of the squarest box with so many results."""
+    area = np.minimum(results, shape.m * shape.n)
+    side = np.minimum(np.sqrt(area), float(min(shape.m, shape.n)))
+    other = area / np.maximum(side, 1e-300)
+    return (other, side) if shape.m > shape.n else (side, other)
 
 
 def _laid_out(
@@ -160,26 +171,43 @@ def _laid_out(
     slot: float,
     filler: bool,
 ) -> Layout:
-    """The tiles of a division: the best of a few packings."""
+    """The tiles of a division: the best of a few packings, balanced again by what they turned out to take."""
+
+    def cut(boxes: Ints, owner: Ints, tiles: Ints) -> Layout:
+        return lay_out(
+            shape, *cut_boxes(shape, boxes, owner, rates, tiles, few=not filler), rates, server, scheduler_seconds=slot
+        )
+
+    def laid(draft: Arrangement) -> Layout:
+        boxes, who = rounded(shape, draft)
+        return cut(boxes, shares.devices[who], shares.slices[who] ** 2)
+
     if shape.kind != "gemm":
-        packed = [_dealt(shape, shares)]
-    else:
-        results = np.maximum(shares.results, 1.0)
-        side = np.minimum(np.sqrt(results), min(shape.m, shape.n))
-        across = results / side
-        rows, cols = (across, side) if shape.m > shape.n else (side, across)
-        depth = np.clip(shares.volume / results, 1e-9, shape.k) if split_k else np.full(len(side), float(shape.k))
-        best = np.stack([rows, cols, depth])
-        job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best)
-        many = 1 if filler else _PRICED if len(side) > _MANY_DEVICES else 2 * _PRICED
-        packed = [
-            (boxes, shares.devices[who], shares.tiles[who]) for boxes, who in pack(job, split_k=split_k, many=many)
-        ]
-    layouts = []
-    for boxes, owner, tiles in packed:
-        cut, whose = cut_boxes(shape, boxes, owner, rates, tiles)
-        layouts.append(lay_out(shape, cut, whose, rates, server, scheduler_seconds=slot))
-    return min(layouts, key=lambda layout: layout.seconds)
+        return cut(*_dealt(shape, shares))
+    rows_cols = _best_sides(shape, shares.results)
+    depth = np.clip(shares.volume / np.maximum(shares.results, 1.0), 1e-9, shape.k)
+    best = np.stack([*rows_cols, depth if split_k else np.full(len(depth), float(shape.k))])
+    drag = np.ones(len(depth))
+    job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best, drag)
+    many = 1 if filler else _PRICED if len(depth) > _MANY_DEVICES else 2 * _PRICED
+    found = [(laid(draft), draft) for draft in pack(job, split_k=split_k, many=many)]
+    layout, draft = min(found, key=lambda pair: pair[0].seconds)
+    for _ in range(0 if filler else _AGAIN if len(depth) > _MANY_DEVICES else 2 * _AGAIN):
+        job = replace(job, drag=job.drag * _drag(job, draft, layout, shares.devices))
+        draft = balanced(job, draft)
+        again = laid(draft)
+        layout = again if again.seconds < layout.seconds else layout
+    return layout
+
+
+def _drag(job: Job, draft: Arrangement, layout: Layout, devices: Ints) -> Floats:
+    """How many times longer than `balancing` expects each device is with its tiles."""
+    expected, start = np.ones(len(devices)), job.start[draft.order]
+    expected[draft.order] = np.maximum(finish_seconds(job.take(draft.order), draft.extents) - start, 1e-9)
+    place = np.searchsorted(layout.devices, devices)
+    place = np.minimum(place, len(layout.devices) - 1)
+    there = layout.devices[place] == devices
+    return np.clip(np.where(there, layout.through[place] / expected, 1.0), 0.9, 1.2)
 
 
 def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
@@ -200,72 +228,6 @@ def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
             cells = (rows[1] - rows[0]) * (cols[1] - cols[0])
             ranges.append((*rows, *cols, 0, 1))
             owner.append(int(shares.devices[place]))
-            tiles.append(max(1, round(int(shares.tiles[place]) * cells / size)))
+            tiles.append(max(1, round(int(shares.slices[place]) ** 2 * cells / size)))
             start += cells
     return np.array(ranges, dtype=np.int64).reshape(-1, 6), np.array(owner), np.array(tiles)
-
-
-def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints) -> tuple[Ints, Ints]:
-    """Each box in as many tiles as wanted, cut across its longer side, and more where its memory asks for it.
-
-    While the tiles of a box stream past, the slice along its shorter side stays. If that does not fit, the box is cut
-    along its rows first; columns then come down once for each part.
-    """
-    sizes = boxes[:, 1::2] - boxes[:, 0::2]
-    parts = np.ones_like(sizes)
-    middle = np.median(sizes, axis=0).tolist()
-    units = np.array([aligned_unit(extent, size) for extent, size in zip(shape.extents, middle, strict=True)])
-    rows = np.arange(len(boxes))
-    room = resident(shape, rates)[owner]
-    passes = np.ceil(sizes[:, 0] * sizes[:, 2] / (room / 2))
-    again = sizes[:, :2].min(axis=1) * sizes[:, 2] > 1.1 * room  # rounding may have made it a little larger
-    if shape.kind == "gemm":
-        parts[:, 0] = np.where(again, np.minimum(passes, sizes[:, 0]), 1)
-    longer = np.where((sizes[:, 0] >= sizes[:, 1]) & ~again, 0, 1)
-    wanted = np.minimum(tiles, np.maximum(1, sizes // units)[rows, longer])
-    parts[rows, longer] = np.maximum(parts[rows, longer], wanted)
-    room = rates.memory[owner] / AT_ONCE
-    for _ in range(200):  # those who cannot hold the smallest tiles take no part, so this ends
-        unit = np.where(sizes >= parts * units, units, 1)
-        full = _held(shape, np.minimum(sizes, (((sizes + unit - 1) // unit + parts - 1) // parts) * unit), parts) > room
-        if not full.any():
-            break
-        edges = sizes / parts
-        finished = parts >= sizes
-        axis = np.where(finished, 0.0, edges * np.array([1.0, 1.0, 0.05])).argmax(axis=1)
-        grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
-        parts[rows, axis] = np.where(full, grown, parts[rows, axis])
-    return _split(boxes, owner, parts, units)
-
-
-def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints) -> tuple[Ints, Ints]:
-    """Boxes cut into parts[i] = (rows, cols, k) pieces of nearly equal size."""
-    count = parts.prod(axis=1)
-    box = np.repeat(np.arange(len(boxes)), count)
-    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    pieces = np.empty((len(box), 6), dtype=np.int64)
-    for axis in (1, 0, 2):  # k slowest, columns fastest
-        many = parts[box, axis]
-        place = number % many
-        number = number // many
-        start, size = boxes[box, 2 * axis], boxes[box, 2 * axis + 1] - boxes[box, 2 * axis]
-        unit = np.where(size >= many * units[axis], units[axis], 1)
-        for side in (0, 1):
-            cut = -(-size // unit) * (place + side) // many * unit
-            pieces[:, 2 * axis + side] = start + np.minimum(cut, size)
-    return pieces, owner[box]
-
-
-def _held(shape: Shape, sizes: Ints | Floats, parts: Ints) -> Floats:
-    """Bytes of two consecutive tiles of these sizes, where a box is cut into that many along each axis."""
-    rows, cols, ks = (sizes[:, axis].astype(np.float64) for axis in range(3))
-    if shape.kind != "gemm":
-        return rows * cols * (shape.down_bytes + shape.up_bytes) * np.where(parts[:, :2].prod(axis=1) > 1, 2, 1)
-    left, right, out = rows * ks * shape.down_bytes, ks * cols * shape.down_bytes, rows * cols * shape.up_bytes
-    deep = parts[:, 2] > 1
-    return np.asarray(
-        left * np.where((parts[:, 0] > 1) | deep, 2, 1)
-        + right * np.where((parts[:, 1] > 1) | deep, 2, 1)
-        + out * np.where(parts.prod(axis=1) > 1, 2, 1),
-        dtype=np.float64,
-    )

@@ -18,6 +18,7 @@ import numpy as np
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration, html_table, quantity
 from cleave_dask.graph.ir import Range, StepGraph
+from cleave_dask.planning.growing import growing_order
 
 Column = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -36,7 +37,7 @@ class Tile:
 class Tiles(Sequence[Tile]):
     """The tiles of one gemm in canonical order (by k, rows, columns): like a tuple, at a fraction of its size.
 
-    A device gets its tiles in parcels: runs of `together` tiles of its own that are sent as one task.
+    A device gets its tiles in parcels: `together` tiles of its own, in growing order, that are sent as one task.
     """
 
     __slots__ = ("gemm", "names", "owner", "ranges", "together")
@@ -49,16 +50,20 @@ class Tiles(Sequence[Tile]):
         self.together = together  # tiles of a parcel; a device's last parcel may have fewer
 
     def parcels(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Device and tile numbers of each parcel, in order of their first tiles; together they have every tile once."""
-        waiting: dict[int, list[int]] = {}
-        found: list[tuple[str, list[int]]] = []
-        for tile, device in enumerate(self.owner.tolist()):
-            parcel = waiting.get(device)
-            if parcel is None or len(parcel) >= self.together:
-                parcel = waiting[device] = []
-                found.append((self.names[device], parcel))
-            parcel.append(tile)
-        return [(device, tuple(parcel)) for device, parcel in found]
+        """Device and tile numbers of each parcel, in the order in which they go out; they have every tile once.
+
+        A device gets its tiles in growing order. First everybody's first parcel goes out, then everybody's second; the
+        devices with the most to do come first.
+        """
+        order, turn = growing_order(self.ranges, self.owner)
+        first = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]])) if len(turn) else turn
+        number = np.arange(len(turn)) - np.repeat(first, np.diff(np.append(first, len(turn))))
+        starts = np.flatnonzero(number % self.together == 0)
+        stops = np.append(starts[1:], len(turn))
+        sending = np.lexsort((turn[starts], number[starts]))
+        tiles, owner = order.tolist(), self.owner[order[starts]].tolist()
+        spans = zip(starts[sending].tolist(), stops[sending].tolist(), sending.tolist(), strict=True)
+        return [(self.names[owner[parcel]], tuple(tiles[start:stop])) for start, stop, parcel in spans]
 
     def __len__(self) -> int:
         return len(self.owner)

@@ -7,6 +7,7 @@ turns to whatever has become more urgent. Within a run tiles follow each other t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 
 import numpy as np
 
@@ -16,7 +17,13 @@ from cleave_dask.planning.parcels import Figures
 from cleave_dask.simulation.cuts import Cut
 
 RUN_SECONDS = 0.5
-"""Seconds of work after which a device looks whether something more urgent waits; never less than a tile, though."""
+"""Seconds of filler after which a device looks whether something more urgent waits; never less than a tile, though."""
+
+RUNS = 6
+"""Runs that a parcel of filler comes down in at most; more would cost the simulation more than they show."""
+
+AHEAD = 3
+"""Tiles that a device has in work at once: it fetches no more while results of so many wait to go up."""
 
 
 @dataclass
@@ -64,6 +71,7 @@ class SimulatedDevice:
     stalled_at: float | None = None
     waiting: list[Attempt] = field(default_factory=list)  # for the downlink
     loading: Attempt | None = None
+    dozing: bool = False  # until results have gone up
     compute_free: float = 0.0
     up_free: float = 0.0
     slices: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of each that it keeps, oldest first
@@ -78,18 +86,30 @@ class SimulatedDevice:
 
     def load(self, now: float) -> Attempt | None:
         """Begin to fetch the next run of the most urgent parcel, if the downlink is free and there is one."""
-        self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
-        if self.loading is not None or not self.waiting or not self.present or self.stalled_at is not None:
+        if not self.ready(now):
             return None
         attempt = min(self.waiting, key=lambda waiting: waiting.parcel.rank)
         self.waiting.remove(attempt)
         cut, count = attempt.parcel.cut, len(attempt.parcel.cut.tiles)
-        size = count if not self.waiting else max(1, int(count * RUN_SECONDS / self.figures.seconds(cut.work)))
-        attempt.run = slice(attempt.next, min(count, attempt.next + size))
+        runs = min(RUNS, self.figures.seconds(cut.work) / RUN_SECONDS) if attempt.parcel.filler or self.waiting else 1
+        attempt.run = slice(attempt.next, min(count, attempt.next + ceil(count / max(1.0, runs))))
         attempt.begun, attempt.down = now, self._fetch(attempt)
         attempt.next = attempt.run.stop
         self.loading = attempt
         return attempt
+
+    def ready(self, now: float) -> bool:
+        """Whether it would fetch something now."""
+        opens = self.opens()
+        return opens is not None and opens <= now
+
+    def opens(self) -> float | None:
+        """When it fetches next, if it has something to fetch and its downlink is free: as few results wait to go up."""
+        self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
+        if not self.waiting or self.loading is not None or not self.present or self.stalled_at is not None:
+            return None
+        cut = min(self.waiting, key=lambda waiting: waiting.parcel.rank).parcel.cut
+        return self.up_free - AHEAD * self.factor * float(cut.up[0]) / self.device.up.bandwidth
 
     def loaded(self, now: float) -> tuple[Attempt, Floats, Floats, Floats]:
         """A run is down: when each of its tiles was, when it is multiplied, and when it is up."""

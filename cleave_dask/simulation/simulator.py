@@ -206,11 +206,19 @@ class Simulator:
     def _load(self, name: str) -> None:
         device = self.devices[name]
         attempt = device.load(self.now)
+        opens = device.opens()
+        if opens is not None and not device.dozing:
+            device.dozing = True
+            self._at(opens, self._wake, name)
         if attempt is not None:
             amount = float(attempt.down.sum())
             self.down_bytes += amount
             speed = device.device.down.bandwidth / device.factor
             self.egress.add(self.now, amount / speed, speed, (name, attempt))
+
+    def _wake(self, name: str) -> None:
+        self.devices[name].dozing = False
+        self._load(name)
 
     def _loaded(self, name: str, attempt: Attempt) -> None:
         """A run of tiles is down; the rest of its way follows from that."""

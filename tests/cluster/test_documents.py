@@ -28,6 +28,17 @@ def test_the_readme_code_runs(tmp_path: Path) -> None:
         assert losses[-1] < losses[0]
 
 
+DOCUMENTED = [path for path in sorted((ROOT / "docs").glob("*.md")) if "```python" in path.read_text()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTED, ids=lambda path: path.stem)
+def test_the_code_of_the_documents_runs(document: Path, tmp_path: Path) -> None:
+    script = tmp_path / "document.py"
+    script.write_text("\n".join(re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_from_top_to_bottom(notebook: Path) -> None:
     content = nbformat.read(notebook, as_version=4)  # type: ignore[no-untyped-call]

@@ -26,7 +26,8 @@ def test_parcels_have_every_tile_of_a_device_once(owners: list[int], together: i
     tiles = tiles_of(owners, together)
     parcels = tiles.parcels()
     assert sorted(number for _, numbers in parcels for number in numbers) == list(range(len(owners)))
-    assert [numbers[0] for _, numbers in parcels] == sorted(numbers[0] for _, numbers in parcels)
+    rounds = [sum(device == name for device, _ in parcels[:place]) for place, (name, _) in enumerate(parcels)]
+    assert rounds == sorted(rounds)
     for place, name in enumerate(NAMES):
         own = [numbers for device, numbers in parcels if device == name]
         assert [number for numbers in own for number in numbers] == [n for n, who in enumerate(owners) if who == place]
@@ -36,7 +37,7 @@ def test_parcels_have_every_tile_of_a_device_once(owners: list[int], together: i
 
 def test_parcels_are_part_of_the_value() -> None:
     owners = [0, 1, 0, 0, 1, 2]
-    assert tiles_of(owners, 2).parcels() == [("a", (0, 2)), ("b", (1, 4)), ("a", (3,)), ("c", (5,))]
+    assert tiles_of(owners, 2).parcels() == [("a", (0, 2)), ("b", (1, 4)), ("c", (5,)), ("a", (3,))]
     assert tiles_of(owners).together == 1
     assert tiles_of(owners, 2) == tiles_of(owners, 2) != tiles_of(owners, 3)
     assert tokenize(tiles_of(owners, 2)) == tokenize(tiles_of(owners, 2)) != tokenize(tiles_of(owners, 3))

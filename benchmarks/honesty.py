@@ -1,0 +1,92 @@
+"""Whether plans keep their word: seconds on the simulator over the seconds that the plan predicts.
+
+    python benchmarks/honesty.py [--steps] [--json out.json]
+
+Single gemms on uneven fleets, where nothing but the plan decides; with --steps also whole steps, where the dispatcher
+has its part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from time import process_time
+
+from planner import TOKENS, show
+from rich.console import Console
+
+from cleave_dask.fleet.devices import Fleet
+from cleave_dask.graph.building import build_model, example_batch
+from cleave_dask.graph.capture import capture
+from cleave_dask.graph.ir import Gemm, Operand, StepGraph, Value
+from cleave_dask.graph.recipes import Recipe
+from cleave_dask.planning.planner import plan
+from cleave_dask.simulation.simulator import Simulator
+
+SHAPES = [(TOKENS, 6144, 2048), (TOKENS, 2048, 8192), (TOKENS, 13824, 5120), (5120, 5120, TOKENS)]
+STEPS = [("opt-1.3b", "sample-64"), ("opt-1.3b", "lab-8"), ("llama2-13b", "home-1024")]
+
+
+def fleet_of(label: str) -> Fleet:
+    """A fleet by its name; sample-N is drawn."""
+    return Fleet.sample(int(label.split("-")[1])) if label.startswith("sample-") else Fleet.load(label)
+
+
+def one_gemm(m: int, n: int, k: int) -> StepGraph:
+    """A step of one gemm."""
+    a, b = Value("a", (m, k), (k, 1), "bfloat16"), Value("b", (k, n), (n, 1), "bfloat16")
+    gemm = Gemm(
+        *("g", "gemm", "forward", 1, m, n, k, 2.0 * m * n * k, "bfloat16"),
+        inputs=(Operand((a,)), Operand((b,))),
+        outputs=(Value("c", (m, n), (n, 1), "bfloat16"),),
+    )
+    return StepGraph("one", (), (gemm,), loss="", grads=(), buffers=(), batch="")
+
+
+def whole_step(model: str) -> StepGraph:
+    """The captured step of a recipe."""
+    recipe = Recipe.load(model)
+    return capture(build_model(recipe, device="meta"), **example_batch(recipe))
+
+
+def measure(what: str, graph: StepGraph, label: str) -> dict[str, object]:
+    """One row: a step on a fleet."""
+    fleet = fleet_of(label)
+    made = plan(graph, fleet)
+    start = process_time()
+    simulator = Simulator(made)
+    seconds = simulator.run().seconds
+    return {
+        "step": what,
+        "fleet": label,
+        "plan": made.seconds,
+        "simulated": seconds,
+        "ratio": seconds / made.seconds,
+        "down": simulator.down_bytes / made.down_bytes,
+        "tiles": len(made.tiles),
+        "tiles/s/device": len(made.tiles) / made.seconds / made.devices_used,
+        "handovers": simulator.handovers,
+        "cpu": process_time() - start,
+    }
+
+
+def main() -> None:
+    """Print the table; with --json write it too."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--steps", action="store_true", help="whole steps too, which takes minutes")
+    options = parser.parse_args()
+    rows = [
+        measure(" x ".join(map(str, shape)), one_gemm(*shape), label)
+        for label in ("lab-8", "sample-8", "sample-64", "sample-1024", "home-1024")
+        for shape in SHAPES
+    ]
+    rows += [measure(model, whole_step(model), label) for model, label in STEPS if options.steps]
+    show("simulated over planned", rows, Console(width=160))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
