@@ -177,16 +177,17 @@ def _rows(results: list[Result]) -> list[dict[str, Any]]:
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table("system", "seconds", "cleave is", "binding", "memory", "devices", "how, or why not")
+    table = Table("system", "seconds", "cleave's speed-up", "binding", "memory", "devices", "seconds from")
     for row in rows:
         if not row["feasible"]:
-            table.add_row(row["system"], "infeasible", "", "", "", "", row["why"])
+            table.add_row(row["system"], "infeasible")
             continue
-        faster = f"{row['speedup']:.3g} x as fast" if row["speedup"] is not None else ""
+        faster = f"{row['speedup']:.3g} x" if row["speedup"] is not None else ""
         memory, devices = quantity(row["memory"], "B"), f"{row['devices_used']:,}"
-        how = f"{row['source']}: {row['configuration']}"
-        table.add_row(row["system"], duration(row["seconds"]), faster, row["binding"], memory, devices, how)
+        table.add_row(row["system"], duration(row["seconds"]), faster, row["binding"], memory, devices, row["source"])
     make_console().print(table)
+    for row in rows:  # below, not inside: a reason takes a line
+        click.echo(f"{row['system']}: {row['configuration'] if row['feasible'] else 'infeasible: ' + row['why']}")
 
 
 def _print_facts(facts: dict[str, Any], devices: int) -> None:
