@@ -33,7 +33,7 @@ from cleave_dask.graph.recipes import Recipe
 from cleave_dask.runtime.store import State, StoredArray, TileStore
 
 HELP_SECONDS = 0.5
-COMMANDS = ("export", "plan", "profile", "serve", "train")
+COMMANDS = ("compare", "export", "plan", "profile", "serve", "simulate", "train")
 RECIPE = """
 [model]
 family = "llama"
@@ -126,6 +126,13 @@ def test_both_doors_open(command: tuple[str, ...]) -> None:
         (("train", "tiny-llama", "--scheduler", "127.0.0.1:port"), "give an address such as"),
         (("plan", "tiny-llama", "--fleet", "missing.toml"), "there is no file 'missing.toml'"),
         (("plan", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-9"), "did you mean 'lab-8'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "dftm"), "did you mean 'dtfm'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "alpa-8xH200"), "did you mean 'H100'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--plot", "out.png"), "name it 'out.svg'"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--churn", "-1"), "0 or more"),
+        (("simulate", "tiny-llama", "--fleet", "lab-8", "--churn", "nan"), "0 or more"),
+        (("simulate", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
         (("export", "missing", "--recipe", "tiny-lama", "-o", "out"), "did you mean 'tiny-llama'?"),
     ],
 )
@@ -468,3 +475,44 @@ def test_profile_is_added_to_a_fleet_file_or_the_file_stays_as_it_was(tmp_path: 
     nowhere = run("profile", "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.exit_code == 1
     assert "no scheduler answers" in nowhere.stderr
+
+
+# Comparing
+
+
+def test_compare_prints_a_row_for_each_system(recipe: str, tmp_path: Path) -> None:
+    picture = tmp_path / "bars.svg"
+    result = run("compare", recipe, "--fleet", "lab-8", "--plot", str(picture), "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["system"] for row in rows][:3] == ["cleave", "cleave-2d", "dtfm"]
+    for row in rows:
+        assert row.keys() >= {"system", "seconds", "feasible", "why", "binding", "devices_used", "speedup", "memory"}
+        assert row["feasible"] == (row["seconds"] is not None) == (not row["why"])
+    assert picture.read_text().startswith("<svg")
+
+
+def test_compare_prints_a_table_of_chosen_systems(recipe: str) -> None:
+    result = run("compare", recipe, "--fleet", "lab-8", "--system", "cleave", "--system", "alpa-4xH100")
+    assert result.exit_code == 0, result.stderr
+    assert "alpa-4xH100" in result.stdout
+    assert "dtfm" not in result.stdout
+
+
+def test_compare_on_devices_that_hold_nothing_is_bad_input(recipe: str, tmp_path: Path) -> None:
+    fleet = tmp_path / "dust.toml"
+    fleet.write_text('[[device]]\nname = "mote"\nflops = 1e9\nmemory = 8\ndown = 1e6\nup = 1e6\n')
+    for command in ("compare", "simulate"):
+        result = run(command, recipe, "--fleet", str(fleet))
+        assert result.exit_code == 2
+        assert "'mote', the largest device, has 8 B" in result.stderr
+
+
+@pytest.mark.parametrize("churn", [(), ("--churn", "100")])
+def test_simulate_prints_one_object(recipe: str, churn: tuple[str, ...]) -> None:
+    result = run("simulate", recipe, "--fleet", "lab-8", *churn, "--json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["seconds"] >= facts["bound_seconds"] > 0
+    assert facts.keys() >= {"plan_seconds", "handovers", "lost", "down_bytes", "up_bytes"}
+    assert "plan_seconds" in run("simulate", recipe, "--fleet", "lab-8", *churn).stdout

@@ -5,7 +5,7 @@
     fleets         the cluster that a command works on: started here, or joined
     checkpoints    the folder that a run saves to
     progress       what training shows: a bar, plain lines, or JSON
-    training, serving, exporting, inspecting    the commands
+    training, serving, exporting, inspecting, comparing    the commands
 
 Nothing heavy is imported before a command needs it: every `dask` process loads this package, and help should be quick.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import click
 
 from cleave_dask._version import __version__
+from cleave_dask.cli.comparing import compare, simulate
 from cleave_dask.cli.exporting import export
 from cleave_dask.cli.frame import CleaveGroup, debug_option
 from cleave_dask.cli.inspecting import plan
@@ -33,7 +34,7 @@ def cleave() -> None:
     """
 
 
-for command in (train, serve, plan, export, profile):
+for command in (train, serve, plan, simulate, compare, export, profile):
     cleave.add_command(command)
 
 

@@ -21,6 +21,9 @@ _UNDONE_BY: dict[Kind, Kind] = {"leave": "join", "stall": "resume", "slow": "rec
 _COMMON: dict[Kind, float] = {"leave": 0.7, "stall": 0.2, "slow": 0.1}
 """How often each mishap happens, of all that do."""
 
+HARMFUL = 1 - _COMMON["slow"]
+"""Share of mishaps after which a device answers no more, for a while or for good."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
