@@ -32,6 +32,9 @@ from cleave_dask.simulation.baselines.faults import under_churn
 from cleave_dask.simulation.baselines.values import Result, fastest, infeasible
 from cleave_dask.simulation.baselines.workload import Workload
 
+_MEMORY_STEPS = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+"""Shares of a fleet that are left out for their small memory, one after another."""
+
 _Price = Callable[[Workload, Rates, Server, int, bool], Result | None]
 
 
@@ -70,13 +73,15 @@ def _best(work: Workload, fleet: Fleet, rates: Rates, price: _Price, otherwise: 
 
 
 def _subsets(work: Workload, rates: Rates) -> Iterator[Ints]:
-    """Positions of the best devices: by link, by speed and by memory, for numbers of devices on a fine scale."""
+    """Positions of the best devices, by link and by speed, of those with enough memory, on a fine scale of both."""
     link = np.minimum(rates.up, rates.down)
-    most = min(len(rates), work.sequences)
-    sizes = sorted({min(most, round(1.15**power)) for power in range(ceil(log2(most) / log2(1.15)) + 1)} | {most})
-    for score in (link, rates.flops, rates.memory):
-        order = np.lexsort((-link, -score)).astype(np.int64)
-        yield from (order[:size] for size in sizes)
+    for least in np.unique(np.quantile(rates.memory, _MEMORY_STEPS, method="lower")):
+        holding = np.flatnonzero(rates.memory >= least).astype(np.int64)
+        most = min(len(holding), work.sequences)
+        sizes = sorted({min(most, round(1.15**power)) for power in range(ceil(log2(most) / log2(1.15)) + 1)} | {most})
+        for score in (link, rates.flops):
+            order = holding[np.lexsort((-link[holding], -score[holding]))]
+            yield from (order[:size] for size in sizes)
 
 
 def _powers(most: int) -> list[int]:
