@@ -37,6 +37,7 @@ class Turns:
 
     line: dict[str, float] = field(default_factory=dict)  # when each was last heard of, in the order of their coming
     until: float = 0.0  # when the turn of the first one ends
+    told: str | None = None  # the first one, once it knows that it is its turn
 
     def ask(self, who: str, now: float) -> float:
         """Seconds that `who` must wait before it asks again; 0: it is its turn."""
@@ -48,8 +49,8 @@ class Turns:
         first = next(iter(self.line), who)
         self.line[who] = now
         if first == who:
-            if holder != who or now >= self.until:
-                self.until = now + TURN
+            if self.told != who or now >= self.until:
+                self.told, self.until = who, now + TURN
             return 0.0
         if first != holder:  # it is told so when it asks next
             self.until = now + LONGEST_WAIT + TURN
@@ -61,7 +62,7 @@ class Turns:
         held = next(iter(self.line), None) == who
         self.line.pop(who, None)
         if held:  # the next one has until its next question, and a turn
-            self.until = now + LONGEST_WAIT + TURN
+            self.told, self.until = None, now + LONGEST_WAIT + TURN
 
 
 class Measurements:

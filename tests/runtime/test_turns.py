@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave_dask.runtime.turns import LONGEST_WAIT, TURN, Turns
@@ -40,6 +40,7 @@ def test_a_device_that_left_the_line_in_silence_is_passed_over() -> None:
         assert now < 1.0 + 2 * (LONGEST_WAIT + TURN)
 
 
+@settings(max_examples=500)
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.floats(0.01, 4)), max_size=60),
 )
