@@ -147,7 +147,7 @@ def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
     layer = _dense(turn[which], ranges[:, 4])
     row, col = (_distance(layer, ranges[:, 2 * axis]) for axis in (0, 1))
     many = [_parts(layer, distance) for distance in (row, col)]
-    strips = np.maximum(*many)[layer] > MOST_SLICES
+    strips = np.maximum(*many)[layer] > 2 * MOST_SLICES  # a long box may have so many that fit
     strip, along = np.where((many[0] <= many[1])[layer], (row, col), (col, row))
     first, then = np.where(strips, (strip, along), (np.maximum(row, col), np.minimum(row, col)))
     order = np.lexsort((then, (row < col) & ~strips, first, layer))

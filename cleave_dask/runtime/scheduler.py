@@ -79,6 +79,8 @@ class SteeringPlugin(SchedulerPlugin):
         for method, ours in zip(_TAKEN_OVER, (lambda ts: False, self.decide, self.message), strict=True):
             setattr(scheduler, method, ours)
         scheduler.handlers.update(cleave_info=self.info, cleave_clients=self.clients)
+        self._stock_status = scheduler.stream_handlers["worker-status-change"]
+        scheduler.stream_handlers["worker-status-change"] = self.status_changed
         ticking = PeriodicCallback(self.tick, TICK * 1000)
         scheduler.periodic_callbacks["cleave-tick"] = ticking
         ticking.start()
@@ -184,12 +186,20 @@ class SteeringPlugin(SchedulerPlugin):
             self._sent.discard(key)
 
     @_fatal
+    def status_changed(self, status: str, worker: str | WorkerState, stimulus_id: str) -> None:
+        """A device was paused or resumed: whoever is told so next finds that it gets tiles no more, or again."""
+        self._stock_status(status, worker, stimulus_id)
+        ws = self.scheduler.workers.get(worker) if isinstance(worker, str) else worker
+        if ws is not None and self._devices.get(str(ws.name)) is ws:
+            self._hear_pause(str(ws.name), ws)
+            self._pump_soon()
+
+    @_fatal
     def tick(self) -> None:
-        """Hear who is alive and who is paused; take parcels back from devices that are late."""
+        """Hear who is alive; take parcels back from devices that are late."""
         now, clock = monotonic(), wall_clock()
         for name, ws in self._devices.items():
             self.dispatcher.device_heard(name, now - (clock - ws.last_seen))
-            self.dispatcher.device_paused(name, ws not in self.scheduler.running)
         late = self.dispatcher.tick(now)
         for handover in late:
             logger.warning("%s is late with %s: it goes to another device too", handover.device, handover.parcel)
@@ -219,6 +229,10 @@ class SteeringPlugin(SchedulerPlugin):
         self._devices[name] = ws
         figures = Figures(device.flops, device.down.bandwidth, device.up.bandwidth, device.down.latency)
         self.dispatcher.device_joined(name, figures, monotonic())
+        self._hear_pause(name, ws)
+
+    def _hear_pause(self, name: str, ws: WorkerState) -> None:
+        self.dispatcher.device_paused(name, ws not in self.scheduler.running)
 
     def _secure(self, key: Key) -> None:
         """A tile that the server has accepted is the server's: its device may leave, and nothing is computed again.

@@ -17,9 +17,6 @@ from cleave_dask.planning.layout import lay_out
 from cleave_dask.planning.tiling import tile_gemm
 from tests.strategies import fleets
 
-WITHIN = 1.5
-"""Of the best of all cuts on a few devices; the goal of 1.1 is missed in two cases: docs/results.md."""
-
 
 def shape(m: int, n: int, k: int, width: int = 4) -> Shape:
     return Shape("gemm", m, n, k, 2.0 * m * n * k, width, width)
@@ -89,7 +86,7 @@ def test_plans_come_close_to_the_best_of_all_guillotine_cuts(
         for ranges, owner in cuts(size, len(fleet))
     )
     found = tile_gemm(what, rates, fleet.server, scheduler_seconds=0.0).seconds
-    assert found <= WITHIN * best
+    assert found <= 1.10 * best
 
 
 def cuts(size: tuple[int, int, int], devices: int) -> list[tuple[list[list[int]], list[int]]]:
