@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import Llama
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 
-HIDDEN, LAYERS, BATCH, LENGTH, VOCABULARY = 256, 2, 8, 64, 1024
+LLAMA = Llama(hidden=256, intermediate=512, layers=2, heads=4, vocabulary=1024, batch=8, length=64)
 MB, GFLOPS = 1e6, 1e9
 
 
@@ -51,40 +51,17 @@ SETTINGS = {
 }
 
 
-def model() -> torch.nn.Module:
-    """The model of the comparison, always the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    module: torch.nn.Module = LlamaForCausalLM(config)
-    return module.train()
-
-
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens."""
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
-
-
 def measure(name: str, steps: int) -> dict[str, Any]:
     """One setting: both planners, step by step in turn, so that noise hits them alike."""
     with LocalFleet(SETTINGS[name]) as local, local.get_client() as client:
         trainers = []
         for planner in (plan, partial(plan, tiling="even")):
-            module = model()
+            module = LLAMA.module()
             optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
             trainers.append(Trainer(module, optimizer, client, plan=planner, replan=False))
         for number in range(steps + 1):
             for trainer in trainers:
-                trainer.step(**batch(number))
+                trainer.step(**LLAMA.tokens(number))
         planned, even = trainers
         seconds, even_seconds = (median(r["seconds"] for r in trainer.records[1:]) for trainer in trainers)
         return {
@@ -102,7 +79,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows, to look at."""
-    title = f"Llama, hidden {HIDDEN}, {LAYERS} layers, {BATCH} x {LENGTH} tokens, 4 emulated devices; seconds a step"
+    title = f"{LLAMA}, 4 emulated devices; seconds a step"
     shown = Table("setting", "plan", "measured", "ratio", "even", "even / measured", "binding", "tiles", title=title)
     for row in rows:
         gain = row["even_seconds"] / row["seconds"]

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from time import process_time
 
-from planner import TOKENS, show  # type: ignore[import-not-found]  # beside this file
 from rich.console import Console
 
+from benchmarks.planner import TOKENS, show
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.building import build_model, example_batch
 from cleave_dask.graph.capture import capture

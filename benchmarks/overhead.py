@@ -20,43 +20,20 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import Llama
 from cleave_dask.formatting import duration, quantity
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 
-HIDDEN, LAYERS, BATCH, LENGTH, VOCABULARY = 1024, 4, 4, 512, 8192
-
-
-def model() -> torch.nn.Module:
-    """The model of the comparison, always the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=2816,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    module: torch.nn.Module = LlamaForCausalLM(config)
-    return module.train()
-
-
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens, the same for both systems."""
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
+LLAMA = Llama(hidden=1024, intermediate=2816, layers=4, heads=16, vocabulary=8192, batch=4, length=512)
 
 
 class PlainTorch:
     """The same training in this process."""
 
     def __init__(self) -> None:
-        self.module = model()
+        self.module = LLAMA.module()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
         self.saved_bytes = 0
 
@@ -89,14 +66,14 @@ class PlainTorch:
 def timed(step: Callable[..., float], number: int) -> tuple[float, float]:
     """Loss and seconds of a step."""
     start = perf_counter()
-    loss = step(**batch(number))
+    loss = step(**LLAMA.tokens(number))
     return loss, perf_counter() - start
 
 
 def measure(steps: int, devices: int) -> dict[str, Any]:
     """Both systems, step by step in turn, so that noise hits them alike; the first step is not counted."""
     plain = PlainTorch()
-    module = model()
+    module = LLAMA.module()
     with LocalFleet(devices) as local, local.get_client() as client:
         trainer = Trainer(module, torch.optim.AdamW(module.parameters(), lr=1e-4), client)
         rows = [(timed(plain.step, number), timed(trainer.step, number)) for number in range(steps + 1)]
@@ -104,7 +81,7 @@ def measure(steps: int, devices: int) -> dict[str, Any]:
         spent = [record["spent"] for record in trainer.records[1:]]
     torch_seconds, seconds = (median(row[system][1] for row in rows[1:]) for system in (0, 1))
     return {
-        "setting": f"Llama, hidden {HIDDEN}, {LAYERS} layers, {BATCH} x {LENGTH} tokens, {devices} devices",
+        "setting": f"{LLAMA}, {devices} devices",
         "torch_seconds": torch_seconds,
         "seconds": seconds,
         "ratio": median(ours[1] / theirs[1] for theirs, ours in rows[1:]),

@@ -1,6 +1,6 @@
 """The grid of the published evaluation: models x devices x fleets, every system at its best, as markdown tables.
 
-    python -m benchmarks.paper [--quick] [--out tables.md] [--json rows.json]
+    python benchmarks/paper.py [--quick] [--out tables.md] [--json rows.json]
 
 Models: OPT 1.3B to 66B and Llama-2 7B to 70B, 128 x 1024 tokens, bfloat16. Fleets of 64 to 8,192 devices:
 

@@ -25,24 +25,16 @@ import torch
 from distributed import Client, Scheduler
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import Llama
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 
-DEVICES, WIDTH, LAYERS = 8, 512, 4
+DEVICES = 8
+LLAMA = Llama(hidden=384, intermediate=1024, layers=4, heads=8, vocabulary=1024, batch=8, length=128)
 DOWN, UP = Link(5e6, 5e-3), Link(5e5, 5e-3)
-
-
-def model() -> torch.nn.Module:
-    """A small Llama."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS}
-    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=8, vocab_size=2048, use_cache=False, **sizes)
-    module: torch.nn.Module = LlamaForCausalLM(config)
-    return module.train()
 
 
 def in_flight(dask_scheduler: Scheduler, device: str) -> tuple[int, float]:
@@ -75,15 +67,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     fleet_file = Fleet(Server(), tuple(Device(f"device-{n}", 2e10, 1e9, DOWN, UP) for n in range(DEVICES)))
-    ids = torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = LLAMA.tokens(0)
     rows: list[dict[str, float]] = []
     with (
         TemporaryDirectory() as folder,
         LocalFleet(fleet_file) as fleet,
         fleet.get_client() as client,
     ):
-        module = model()
+        module = LLAMA.module()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         with Trainer(module, optimizer, client, checkpoint=folder, replan=False) as trainer:
             for _ in range(3):

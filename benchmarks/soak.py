@@ -16,8 +16,8 @@ from time import monotonic
 import psutil
 import torch
 from distributed import Client
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import Llama
 from cleave_dask.fleet.churn import Churn
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration
@@ -27,27 +27,17 @@ from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 
 STEPS = 12
+LLAMA = Llama(hidden=64, intermediate=176, layers=2, heads=4, vocabulary=128, batch=8, length=32)
 
 
 def train(client: Client) -> list[float]:
     """Losses of a short run on a fixed grid."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        use_cache=False,
-    )
-    module = LlamaForCausalLM(config).train()
+    module = LLAMA.module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     losses = []
     with Trainer(module, optimizer, client, plan=partial(plan, min_flops=0, grid=(2, 2, 2))) as trainer:
         for step in range(STEPS):
-            ids = torch.randint(0, 128, (8, 32), generator=torch.Generator().manual_seed(step))
-            losses.append(trainer.step(input_ids=ids, labels=ids))
+            losses.append(trainer.step(**LLAMA.tokens(step)))
     return losses
 
 

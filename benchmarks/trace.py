@@ -23,39 +23,16 @@ import dask
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import Llama
 from cleave_dask.formatting import duration, quantity
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.trace import Recorder, Trace
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 
-HIDDEN, LAYERS, BATCH, LENGTH, VOCABULARY = 512, 2, 4, 256, 2048
+LLAMA = Llama(hidden=512, intermediate=1408, layers=2, heads=8, vocabulary=2048, batch=4, length=256)
 GRID = (3, 3, 1)
-
-
-def model() -> torch.nn.Module:
-    """The model of the measurement, always the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=1408,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    module: torch.nn.Module = LlamaForCausalLM(config)
-    return module.train()
-
-
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens."""
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
 
 
 def row_seconds(rows: int = 20_000) -> float:
@@ -78,20 +55,20 @@ def cpu_seconds(pid: int) -> float:
 
 def measure(steps: int, devices: int) -> dict[str, Any]:
     """Steps with tiles on disk and without, in turn; the first of each is not counted."""
-    module = model()
+    module = LLAMA.module()
     seconds: dict[str, list[float]] = {"kept": [], "none": []}
     cpu: dict[str, list[float]] = {"kept": [], "none": []}
     tiles: list[tuple[int, int]] = []
     with LocalFleet(devices) as local, local.get_client() as client, TemporaryDirectory() as folder:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         trainer = Trainer(module, optimizer, client, checkpoint=folder, plan=partial(plan, min_flops=0, grid=GRID))
-        trainer.step(**batch(0))
+        trainer.step(**LLAMA.tokens(0))
         for number in range(2 * (steps + 1)):
             kind = "none" if number % 2 else "kept"
             with dask.config.set({"cleave.checkpoint.tiles": "0" if kind == "none" else "4 GB"}):
                 trainer.save()
             before, start = cpu_seconds(local.server_pid), perf_counter()
-            trainer.step(**batch(number))
+            trainer.step(**LLAMA.tokens(number))
             seconds[kind].append(perf_counter() - start)
             cpu[kind].append(cpu_seconds(local.server_pid) - before)
             if kind == "kept":
@@ -109,7 +86,7 @@ def measure(steps: int, devices: int) -> dict[str, Any]:
     row, rows = row_seconds(), len(trace) / len(trainer.records)
     step = median(seconds["none"][1:])
     return {
-        "setting": f"Llama, hidden {HIDDEN}, {LAYERS} layers, {BATCH} x {LENGTH} tokens, {devices} devices",
+        "setting": f"{LLAMA}, {devices} devices",
         "step_seconds": step,
         "rows": rows,
         "row_seconds": row,

@@ -1,0 +1,111 @@
+"""What a user may get wrong, and what the command line says to it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import dask.config
+import pytest
+
+from cleave_dask import config  # noqa: F401  # its defaults outlive what a test sets
+from cleave_dask.cli import fleets
+from tests.cli.calling import RECIPE, run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "tiny-lama"), "did you mean 'tiny-llama'?"),
+        (("train", "missing/recipe.toml"), "there is no file 'missing/recipe.toml'"),
+        (("train", "tiny-llama", "--fleet", "lab-9"), "did you mean 'lab-8'?"),
+        (("train", "tiny-llama", "--fleet", "home-1024"), "1,024 devices"),
+        (("train", "tiny-llama", "--scheduler", "tcp://[::1"), "give an address such as"),
+        (("train", "tiny-llama", "--scheduler", "127.0.0.1:port"), "give an address such as"),
+        (("plan", "tiny-llama", "--fleet", "missing.toml"), "there is no file 'missing.toml'"),
+        (("plan", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-9"), "did you mean 'lab-8'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "dftm"), "did you mean 'dtfm'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "alpa-8xH200"), "did you mean 'H100'?"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--plot", "out.png"), "name it 'out.svg'"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--churn", "-1"), "0 or more"),
+        (("simulate", "tiny-llama", "--fleet", "lab-8", "--churn", "nan"), "0 or more"),
+        (("simulate", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
+        (("export", "missing", "--recipe", "tiny-lama", "-o", "out"), "did you mean 'tiny-llama'?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train",), "Missing argument 'RECIPE'"),
+        (("train", "tiny-llama", "--steps", "0"), "'--steps': 0 is not in the range"),
+        (("train", "tiny-llama", "--steps", "many"), "'--steps': 'many' is not a valid integer"),
+        (("train", "tiny-llama", "--devices", "0"), "'--devices': 0 is not in the range"),
+        (("train", "tiny-llama", "--save-every", "0"), "'--save-every': 0 is not in the range"),
+        (("train", "tiny-llama", "--devices", "2", "--scheduler", "tcp://127.0.0.1:1"), "give one of them"),
+        (("serve", "--port", "65536"), "'--port': 65536 is not in the range"),
+        (("plan", "tiny-llama"), "Missing option '--fleet'"),
+        (("export", "checkpoints/run"), "Missing option '--recipe'"),
+        (("frobnicate",), "No such command 'frobnicate'"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_unknown_key_of_a_recipe_is_named(recipe: str) -> None:
+    Path(recipe).write_text(RECIPE.replace("hidden", "hiden"))
+    for arguments in (("train", recipe), ("plan", recipe, "--fleet", "lab-8")):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "has no key 'hiden'; did you mean 'hidden'?" in result.stderr
+
+
+def test_nothing_to_resume_is_noticed_before_anything_starts(recipe: str, root: Path) -> None:
+    result = run("train", recipe, "--resume")
+    assert result.exit_code == 2
+    assert "leave --resume out" in result.stderr
+
+
+def test_a_scheduler_that_is_not_there_is_noticed_at_once(recipe: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    result = run("train", recipe, "--scheduler", f"tcp://127.0.0.1:{port}")
+    assert result.exit_code == 1
+    assert f"no scheduler answers at tcp://127.0.0.1:{port}" in result.stderr
+
+
+def test_a_listener_that_says_nothing_is_no_scheduler(recipe: str) -> None:
+    with dask.config.set({"cleave.timeouts.server": "100ms"}), socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        result = run("train", recipe, "--scheduler", address)
+    assert result.exit_code == 1
+    assert f"what listens at {address} does not answer as a Dask scheduler" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port))
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in result.stderr
+
+
+def test_hosts_are_told_apart() -> None:
+    assert fleets.is_loopback("127.0.0.1")
+    assert fleets.is_loopback("localhost")
+    assert not fleets.is_loopback("0.0.0.0")
+    assert not fleets.is_loopback("192.0.2.1")
+    assert fleets.is_local("127.0.0.1")
+    assert not fleets.is_local("192.0.2.1")

@@ -1,0 +1,116 @@
+"""The commands that look ahead: plan, profile, compare, simulate."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cleave_dask
+from cleave_dask import config  # noqa: F401  # its defaults outlive what a test sets
+from tests.cli.calling import run
+
+
+def test_plan_prints_the_attributes_of_a_plan(recipe: str) -> None:
+    result = run("plan", recipe, "--fleet", "lab-8", "--json")
+    assert result.exit_code == 0, result.stderr
+    printed: dict[str, Any] = json.loads(result.stdout)
+    assert set(printed) == {
+        "seconds",
+        "bound_seconds",
+        "binding",
+        "tiles",
+        "devices_used",
+        "down_bytes",
+        "up_bytes",
+        "peak_memory",
+    }
+    assert 0 < printed["bound_seconds"] <= printed["seconds"]
+    assert 1 <= printed["devices_used"] <= len(printed["peak_memory"]) == 8
+    table = run("plan", recipe, "--fleet", "lab-8")
+    assert table.exit_code == 0
+    assert "bound_seconds" in table.stdout
+    assert "\x1b" not in table.stdout
+
+
+def test_plan_shows_levels_and_draws_a_gemm(recipe: str, tmp_path: Path) -> None:
+    picture = tmp_path / "gemm.svg"
+    shown = run("plan", recipe, "--fleet", "lab-8", "--levels", "--plot", str(picture))
+    assert shown.exit_code == 0, shown.stderr
+    assert "(filler)" in shown.stdout
+    assert picture.read_text().startswith("<svg")
+    wrong = run("plan", recipe, "--fleet", "lab-8", "--plot", str(picture), "--gemm", "nothing")
+    assert wrong.exit_code == 2
+    assert "no gemm that is sent out is called 'nothing'" in wrong.stderr
+
+
+def test_profile_is_an_entry_of_a_fleet_file(tmp_path: Path) -> None:
+    result = run("profile", "--json")
+    assert result.exit_code == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert set(printed) == {"name", "kernel", "cores", "flops", "memory", "kernels"}
+    assert printed["flops"] > 1e6
+    assert printed["kernels"]["numpy"] > 1e6
+    entry = run("profile").stdout
+    assert tomllib.loads(entry)["device"][0]["name"] == printed["name"]
+    (tmp_path / "fleet.toml").write_text(entry)
+    assert len(cleave_dask.Fleet.load(tmp_path / "fleet.toml")) == 1
+
+
+def test_profile_is_added_to_a_fleet_file_or_the_file_stays_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    for name in ("one", "other"):
+        result = run("profile", "--write", str(file), "--name", name)
+        assert result.exit_code == 0, result.stderr
+    assert [device.name for device in cleave_dask.Fleet.load(file).devices] == ["one", "other"]
+    before = file.read_text()
+    again = run("profile", "--write", str(file), "--name", "one")
+    assert again.exit_code == 2
+    assert "two devices are called 'one'" in again.stderr
+    assert "give another --name" in again.stderr
+    assert file.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["fleet.toml"]
+    nowhere = run("profile", "--scheduler", "tcp://127.0.0.1:9")
+    assert nowhere.exit_code == 1
+    assert "no scheduler answers" in nowhere.stderr
+
+
+def test_compare_prints_a_row_for_each_system(recipe: str, tmp_path: Path) -> None:
+    picture = tmp_path / "bars.svg"
+    result = run("compare", recipe, "--fleet", "lab-8", "--plot", str(picture), "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["system"] for row in rows][:3] == ["cleave", "cleave-2d", "dtfm"]
+    for row in rows:
+        assert row.keys() >= {"system", "seconds", "feasible", "why", "binding", "devices_used", "speedup", "memory"}
+        assert row["feasible"] == (row["seconds"] is not None) == (not row["why"])
+    assert picture.read_text().startswith("<svg")
+
+
+def test_compare_prints_a_table_of_chosen_systems(recipe: str) -> None:
+    result = run("compare", recipe, "--fleet", "lab-8", "--system", "cleave", "--system", "alpa-4xH100")
+    assert result.exit_code == 0, result.stderr
+    assert "alpa-4xH100" in result.stdout
+    assert "dtfm" not in result.stdout
+
+
+def test_compare_on_devices_that_hold_nothing_is_bad_input(recipe: str, tmp_path: Path) -> None:
+    fleet = tmp_path / "dust.toml"
+    fleet.write_text('[[device]]\nname = "mote"\nflops = 1e9\nmemory = 8\ndown = 1e6\nup = 1e6\n')
+    for command in ("compare", "simulate"):
+        result = run(command, recipe, "--fleet", str(fleet))
+        assert result.exit_code == 2
+        assert "'mote', the largest device, has 8 B" in result.stderr
+
+
+@pytest.mark.parametrize("churn", [(), ("--churn", "100")])
+def test_simulate_prints_one_object(recipe: str, churn: tuple[str, ...]) -> None:
+    result = run("simulate", recipe, "--fleet", "lab-8", *churn, "--json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["seconds"] >= facts["bound_seconds"] > 0
+    assert facts.keys() >= {"plan_seconds", "handovers", "lost", "down_bytes", "up_bytes"}
+    assert "plan_seconds" in run("simulate", recipe, "--fleet", "lab-8", *churn).stdout
