@@ -44,14 +44,14 @@ def serve(host: str, port: int, dashboard_address: str | None, as_json: bool) ->
     """
     fleets.check_free(host, port)
     quiet_libraries()
-    from cleave_dask.runtime.processes import ServedCluster
+    from cleave_dask.runtime.processes import Place, ServedCluster
 
     say: Callable[[str], None] = (lambda text: click.echo(text, err=True)) if as_json else click.echo
     if not fleets.is_loopback(host):
         click.echo(_WARNING.format(host=host), err=True)
     say("starting scheduler and server")
     dashboard = dashboard_address or f"{host}:8787"
-    with fleets.started(lambda: ServedCluster(host=host, port=port, dashboard=dashboard)) as cluster:
+    with fleets.started(lambda: ServedCluster(place=Place(host), port=port, dashboard=dashboard)) as cluster:
         _introduce(cluster, as_json=as_json)
         _watch(cluster, say)
 

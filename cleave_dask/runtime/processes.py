@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -36,12 +37,36 @@ _WATCHED = ("--preload", "cleave_dask.runtime.parent")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs: the address that it listens on, and what its command is put behind."""
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
+HERE = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker to start: options of `dask worker`, threads of its kernel, settings in its environment."""
+
+    options: tuple[str, ...]
+    threads: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+    place: Place = HERE
+
+
 class DaskProcess(ProcessInterface):
     """A `dask ...` process with its own log file."""
 
-    def __init__(self, name: str, folder: str, arguments: Iterable[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, folder: str, place: Place, arguments: Iterable[str], environment: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self.name = name
+        self._prefix = place.prefix
         self.log = Path(folder) / f"{name}.log"
         self._arguments = tuple(arguments)
         self._environment = environment
@@ -52,7 +77,7 @@ class DaskProcess(ProcessInterface):
         environment = {**os.environ, **_QUIET, **self._environment, VARIABLE: str(os.getpid())}
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dask", *self._arguments),
+                *(*self._prefix, sys.executable, "-m", "dask", *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -85,13 +110,13 @@ class DaskProcess(ProcessInterface):
 class SchedulerProcess(DaskProcess):
     """The scheduler; it has started once it has written down where it listens."""
 
-    def __init__(self, folder: str, host: str, port: int, dashboard: str) -> None:
+    def __init__(self, folder: str, place: Place, port: int, dashboard: str) -> None:
         self._file = Path(folder) / "scheduler.json"
         arguments = (
-            *("scheduler", "--host", host, "--port", str(port), "--scheduler-file", str(self._file)),
+            *("scheduler", "--host", place.host, "--port", str(port), "--scheduler-file", str(self._file)),
             *("--dashboard-address", dashboard, *_WATCHED, "--preload", "cleave_dask.runtime.scheduler"),
         )
-        super().__init__("scheduler", folder, arguments, {})
+        super().__init__("scheduler", folder, place, arguments, {})
 
     async def start(self) -> None:
         """Start the process and wait for its address."""
@@ -109,47 +134,36 @@ class SchedulerProcess(DaskProcess):
 class WorkerProcess(DaskProcess):
     """The server or a device: a stock Dask worker without a nanny."""
 
-    def __init__(
-        self,
-        scheduler: str,
-        *,
-        name: str,
-        folder: str,
-        host: str,
-        options: Iterable[str],
-        threads: int,
-        settings: Mapping[str, str],
-    ) -> None:
-        place = ("--name", name, "--host", host, "--local-directory", folder)
-        command = ("worker", scheduler, "--no-nanny", "--no-dashboard", *place)
-        super().__init__(
-            name, folder, (*command, *_WATCHED, *options), {**dict.fromkeys(_THREADS, str(threads)), **settings}
-        )
+    def __init__(self, scheduler: str, *, name: str, folder: str, spec: WorkerSpec) -> None:
+        where = ("--name", name, "--host", spec.place.host, "--local-directory", folder)
+        arguments = ("worker", scheduler, "--no-nanny", "--no-dashboard", *where, *_WATCHED, *spec.options)
+        environment = {**dict.fromkeys(_THREADS, str(spec.threads)), **spec.settings}
+        super().__init__(name, folder, spec.place, arguments, environment)
 
 
 class ServedCluster(SpecCluster):
-    """A scheduler and a server on this machine, and workers.
-
-    Workers are given as {name: (options of `dask worker`, threads of its kernel, settings in its environment)}.
-    """
+    """A scheduler and a server on this machine, in one place, and workers by name."""
 
     def __init__(
         self,
-        workers: Mapping[str, tuple[Iterable[str], int, Mapping[str, str]]] | None = None,
+        workers: Mapping[str, WorkerSpec] | None = None,
         *,
-        host: str = "127.0.0.1",
+        place: Place = HERE,
         port: int = 0,
         dashboard: str = "127.0.0.1:0",
         name: str = "ServedCluster",
     ) -> None:
         self.folder = mkdtemp(prefix="cleave-")  # logs, until it is closed
-        self.host = host
         self.server_name = str(config.get("server.name"))
         options = ("--nthreads", "1", "--memory-limit", "0", "--preload", "cleave_dask.runtime.server")
-        everyone = {self.server_name: (options, os.cpu_count() or 1, {}), **(workers or {})}
-        address = {"folder": self.folder, "host": host, "port": port, "dashboard": dashboard}
+        server = WorkerSpec(options, os.cpu_count() or 1, place=place)
+        everyone = {self.server_name: server, **(workers or {})}
+        address = {"folder": self.folder, "place": place, "port": port, "dashboard": dashboard}
         super().__init__(
-            workers={worker: self._spec(worker, *how) for worker, how in everyone.items()},
+            workers={
+                worker: {"cls": WorkerProcess, "options": {"name": worker, "folder": self.folder, "spec": spec}}
+                for worker, spec in everyone.items()
+            },
             scheduler={"cls": SchedulerProcess, "options": address},
             name=name,
             silence_logs=False,
@@ -159,10 +173,6 @@ class ServedCluster(SpecCluster):
         except BaseException:
             self.close()
             raise
-
-    def _spec(self, name: str, options: Iterable[str], threads: int, settings: Mapping[str, str]) -> dict[str, Any]:
-        described = {"name": name, "folder": self.folder, "host": self.host, "options": options, "threads": threads}
-        return {"cls": WorkerProcess, "options": {**described, "settings": settings}}
 
     async def _joined(self, wanted: set[str]) -> None:
         """Wait until everyone has joined; a process that died on the way is shown with its log."""

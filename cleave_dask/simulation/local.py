@@ -8,20 +8,28 @@ It is a Dask cluster object like LocalCluster.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
-from cleave_dask.errors import FleetError
+from cleave_dask.errors import ClusterError, FleetError
 from cleave_dask.fleet.churn import Churn, Kind
 from cleave_dask.fleet.devices import WORKER_DEFAULTS, Device, Fleet, Link, Server
-from cleave_dask.runtime.processes import ServedCluster
+from cleave_dask.runtime.processes import HERE, Place, ServedCluster, WorkerSpec
+from cleave_dask.simulation.network import PAYLOAD, Network
 from cleave_dask.simulation.playing import Player
+
+logger = logging.getLogger(__name__)
+
+Shaping = Literal["auto", "namespaces", "buckets"]
+"""How links are emulated: by the kernel, in namespaces; or by token buckets in each device's own transfers."""
 
 LOOPBACK = Link(bandwidth=5e8, latency=1e-3)
 """What a tile sees of a link within one machine, with serialisation and copies."""
@@ -41,6 +49,9 @@ class LocalFleet(ServedCluster):
     long as they would over its links, and its kernel is slowed down to its speed. A machine that cannot be as fast as
     all of them together makes them slower, and their logs say so. `declared` is what they say of themselves: by default
     what they are; the devices of another fleet, by name; or with False nothing, so that they measure themselves.
+    `shaping` says what holds their links to their bandwidth: "namespaces", the kernel, with every packet of every
+    process, which needs Linux and root; "buckets", each device's own transfers; "auto", namespaces where they can be
+    made, and `LocalFleet.shaping` says which it became. Latency is added by the device's own transfers either way.
 
     Equal devices, given as a number, are as fast as this machine. They are planned for with the links of a loopback and
     one speed, whatever they turn out to be: if all measured theirs on shared cores, each would find another. The kernel
@@ -53,17 +64,47 @@ class LocalFleet(ServedCluster):
         *,
         cores: int = 1,
         declared: Fleet | bool = True,
+        shaping: Shaping = "auto",
         settings: Mapping[str, Mapping[str, Any]] | None = None,
-        dashboard: str = "127.0.0.1:0",
+        dashboard: str | None = None,
     ) -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
-        figures = _unthrottled if isinstance(fleet, int) else partial(_emulated, declared=declared)
+        self.shaping: Shaping | None = None if isinstance(fleet, int) else _chosen(shaping)
+        self.network = Network(self.fleet) if self.shaping == "namespaces" else None
+        figures = partial(_emulated, declared=declared, shaped=self.network is not None)
         more = {self.fleet.device(name).name: given for name, given in (settings or {}).items()}
-        workers = {
-            device.name: (_options(device, cores), cores, figures(device) | _variables("", more.get(device.name, {})))
-            for device in self.fleet.devices
-        }
-        super().__init__(workers, dashboard=dashboard, name="LocalFleet")
+        try:
+            if self.network is not None:
+                self.network.__enter__()
+            workers = {
+                device.name: WorkerSpec(
+                    _options(device, cores),
+                    cores,
+                    (_unthrottled(device) if self.shaping is None else figures(device))
+                    | _variables("", more.get(device.name, {})),
+                    self._place(device.name),
+                )
+                for device in self.fleet.devices
+            }
+            place = self._place()
+            super().__init__(workers, place=place, dashboard=dashboard or f"{place.host}:0", name="LocalFleet")
+        except BaseException:
+            self._end_network()
+            raise
+
+    def _place(self, device: str | None = None) -> Place:
+        """Where a device runs, or the server."""
+        if self.network is None:
+            return HERE
+        return Place(self.network.address(device), self.network.enter(device))
+
+    async def _close(self) -> None:
+        await super()._close()
+        self._end_network()
+
+    def _end_network(self) -> None:
+        if self.network is not None:
+            self.network.close()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -87,6 +128,19 @@ class LocalFleet(ServedCluster):
         return Client(self)
 
 
+def _chosen(shaping: Shaping) -> Shaping:
+    """How links are emulated here; what cannot be is said."""
+    if shaping == "buckets":
+        return shaping
+    why_not = Network.why_not()
+    if why_not is None:
+        return "namespaces"
+    if shaping == "namespaces":
+        raise ClusterError(f"{why_not}; or emulate links with shaping='buckets'")
+    logger.warning("Links are emulated by token buckets in each device's own transfers: %s", why_not)
+    return "buckets"
+
+
 def _options(device: Device, cores: int) -> tuple[str, ...]:
     memory = str(int((device.memory + PROCESS) / PAUSED))
     return "--nthreads", str(cores), "--memory-limit", memory, "--preload", "cleave_dask.runtime.device"
@@ -97,11 +151,20 @@ def _unthrottled(device: Device) -> dict[str, str]:
     return _variables("", _figures(device)) | _variables("", {"memory": float(device.memory), "calibrate": False})
 
 
-def _emulated(device: Device, declared: Fleet | bool) -> dict[str, str]:
-    """Settings of a device that is held to what it is, and says of itself what is declared."""
+def _emulated(device: Device, declared: Fleet | bool, *, shaped: bool) -> dict[str, str]:
+    """Settings of a device that is held to what it is, and says of itself what is declared.
+
+    Links that the kernel shapes are not shaped again, and what they leave for data is what they are planned with.
+    """
     says = declared.device(device.name) if isinstance(declared, Fleet) else device
-    figures = _figures(says) if declared else {}
-    return _variables("EMULATE__", _figures(device)) | _variables("", {**figures, "memory": float(device.memory)})
+    figures = _figures(_payload(says) if shaped else says) if declared else {}
+    held = {name: figure for name, figure in _figures(device).items() if not (shaped and name in ("down", "up"))}
+    return _variables("EMULATE__", held) | _variables("", {**figures, "memory": float(device.memory)})
+
+
+def _payload(device: Device) -> Device:
+    down, up = (replace(link, bandwidth=PAYLOAD * link.bandwidth) for link in (device.down, device.up))
+    return replace(device, down=down, up=up)
 
 
 def _figures(device: Device) -> dict[str, float]:
