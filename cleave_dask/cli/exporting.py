@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cleave_dask.cli.frame import debug_option, json_option, print_json, quiet_libraries
+from cleave_dask.cli.frame import debug_option, json_option, print_json, quiet_libraries, recipe_option
 from cleave_dask.errors import InputError
 from cleave_dask.formatting import quantity
 
@@ -15,7 +15,7 @@ _WEIGHTS = "weights/"  # where a checkpoint keeps them, beside the state of the 
 
 @click.command()
 @click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--recipe", required=True, metavar="RECIPE", help="The recipe that it was trained with.")
+@recipe_option
 @click.option(
     "--output",
     "-o",

@@ -27,6 +27,24 @@ _DEBUG = "cleave_dask.debug"
 class CleaveGroup(click.Group):
     """A group whose commands end with one line on stderr and an exit code, whoever calls it: `cleave` or `dask`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections: dict[str, tuple[click.Command, ...]] = {}
+
+    def add_section(self, title: str, commands: tuple[click.Command, ...]) -> None:
+        """Add commands that belong together; help lists them in this order."""
+        self._sections[title] = commands
+        for command in commands:
+            self.add_command(command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands section by section."""
+        wide = max((len(command.name or "") for section in self._sections.values() for command in section), default=0)
+        for title, commands in self._sections.items():
+            with formatter.section(title):
+                rows = [(f"{command.name:<{wide}}", command.get_short_help_str(90)) for command in commands]
+                formatter.write_dl(rows)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
         with Interrupts() as interrupts:
@@ -90,6 +108,17 @@ def json_option(function: Function) -> Function:
 def recipe_argument(function: Function) -> Function:
     """The recipe: a file, or the name of one that ships with the package."""
     return click.argument("recipe", metavar="RECIPE", shell_complete=_complete_recipe)(function)
+
+
+def recipe_option(function: Function) -> Function:
+    """The recipe of something that was trained before."""
+    return click.option(
+        "--recipe",
+        required=True,
+        metavar="RECIPE",
+        shell_complete=_complete_recipe,
+        help="The recipe that it was trained with.",
+    )(function)
 
 
 def fleet_option(*, required: bool, explain: str) -> Callable[[Function], Function]:

@@ -13,13 +13,14 @@ from click.testing import CliRunner
 
 import cleave_dask
 from cleave_dask import config  # noqa: F401  # its defaults outlive what a test sets
+from cleave_dask.cli import SECTIONS, cleave
 from cleave_dask.cli.frame import CleaveGroup, debug_option
 from cleave_dask.cli.interrupts import Interrupts
 from cleave_dask.errors import CleaveError, ClusterError, InputError, RecipeError
 from tests.cli.calling import run
 
 HELP_SECONDS = 0.5
-COMMANDS = ("compare", "export", "plan", "profile", "serve", "simulate", "train")
+COMMANDS = tuple(cleave.commands)
 
 
 # Help
@@ -33,15 +34,27 @@ def test_every_command_explains_itself(command: str) -> None:
     assert f"  {command} " in run("--help").stdout
 
 
-def test_help_is_quick() -> None:
+def test_help_lists_every_command_in_a_section() -> None:
+    listed = [command.name for commands in SECTIONS.values() for command in commands]
+    assert sorted(map(str, listed)) == sorted(cleave.commands)
+    shown = run("--help").stdout
+    assert shown.index("Train:") < shown.index("A real fleet:") < shown.index("This shell:")
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
     code = """
-import time
+import sys, time
 from cleave_dask.cli import cleave
 cleave(["--help"], standalone_mode=False)
-print(time.process_time())
+heavy = [name for name in ("dask", "distributed", "numpy", "rich", "torch", "yaml") if name in sys.modules]
+print(time.process_time(), *heavy)
 """
     outputs = [subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) for _ in range(3)]
-    assert min(float(output.split()[-1]) for output in outputs) <= HELP_SECONDS
+    lines = [output.splitlines()[-1].split() for output in outputs]
+    seconds = min(float(line[0]) for line in lines)
+    print(f"cleave --help: {seconds:.3f} s of CPU")
+    assert [line[1:] for line in lines] == [[], [], []]
+    assert seconds <= HELP_SECONDS
 
 
 @pytest.mark.parametrize("command", [("cleave_dask",), ("dask", "cleave")], ids=" ".join)
