@@ -15,13 +15,13 @@ by its figures and its pace so far, plus GRACE. If it does not, its parcels in f
 nothing more until it is heard of. It may still be the first to deliver: the first result wins, which is the server's
 business. Each handover doubles the patience, so that a parcel does not wander for ever.
 
-Every event costs O(log devices); `settle` and `tick` look only at devices that have room or parcels in flight.
+Every event costs O(log devices); `tick` looks only at devices that may be late. `settle` asks each device to which
+something has happened, and those that had nothing to do in turn, until LOOKS of them in a row decline.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from heapq import heappop, heappush
+from collections import OrderedDict, deque
 
 from cleave_dask.planning.dispatch_state import (
     ANYONE,
@@ -29,6 +29,7 @@ from cleave_dask.planning.dispatch_state import (
     FORGIVING,
     GRACE,
     HELPFUL,
+    LOOKS,
     MEMORY,
     SLUGGISH,
     WASTE,
@@ -37,7 +38,9 @@ from cleave_dask.planning.dispatch_state import (
     ParcelId,
     WaitingParcel,
 )
+from cleave_dask.planning.lowest import Lowest
 from cleave_dask.planning.parcels import Figures, Work
+from cleave_dask.planning.waiting import Waiting
 
 
 class Dispatcher:
@@ -45,15 +48,14 @@ class Dispatcher:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.pace = 1.0  # of the whole fleet
         self._devices: dict[str, DeviceState] = {}
         self._parcels: dict[ParcelId, WaitingParcel] = {}
-        self._queues: dict[str, list[tuple[int, int, ParcelId]]] = {ANYONE: []}  # heaps: most urgent first
-        self._tails: dict[str, list[tuple[int, int, ParcelId]]] = {}  # of devices: least urgent first
-        self._longest: list[tuple[float, str]] = []  # (-backlog, device): a heap with stale entries
+        self._waiting = Waiting(self._devices, self._parcels)
         self._free: deque[str] = deque()  # devices that may have room, each once
         self._listed: set[str] = set()
-        self._waiting = 0
+        self._idle: OrderedDict[str, None] = OrderedDict()  # devices that had nothing to do, the longest unasked first
+        self._paces = Lowest()  # of devices that take parcels
+        self._due = Lowest()  # when a device with parcels in flight may be late, at the earliest
         self._pushed = 0
 
     # What can be looked at
@@ -61,7 +63,12 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Loads that wait for a device."""
-        return self._waiting
+        return self._waiting.count
+
+    @property
+    def pace(self) -> float:
+        """Observed seconds over expected ones, of the whole fleet."""
+        return self._waiting.pace
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -92,10 +99,11 @@ class Dispatcher:
         known = self._devices.get(device)
         if known is not None:
             known.figures = figures
+            self._watch(device, known, now)
             return
-        self._devices[device] = DeviceState(figures, heard=now, since=now)
-        self._queues[device], self._tails[device] = [], []
-        self._has_room(device)
+        state = self._devices[device] = DeviceState(figures, heard=now, since=now)
+        self._waiting.open(device)
+        self._settled(device, state)
 
     def device_left(self, device: str) -> None:
         """A device is gone: what waited for it waits for anyone. Its parcels in flight come back as ready again."""
@@ -104,8 +112,10 @@ class Dispatcher:
             return
         for name in state.flying:
             self._parcels[name].holder = None
-        del self._tails[device]
-        self._disown(self._queues.pop(device), device)
+        for known in (self._paces, self._due):
+            known.drop(device)
+        self._idle.pop(device, None)
+        self._waiting.close(device)
 
     def device_paused(self, device: str, paused: bool) -> None:
         """A device wants no more parcels, or wants them again; it finishes those that it has."""
@@ -119,7 +129,7 @@ class Dispatcher:
         state = self._devices[device]
         state.heard = max(state.heard, now)
         if state.pace is not None and not state.flying:
-            state.pace += FORGIVING * (self.pace - state.pace)
+            self._paced(device, state, state.pace + FORGIVING * (self.pace - state.pace))
         if state.silent and state.heard > state.since:
             state.silent = False
             self._settled(device, state)
@@ -145,7 +155,7 @@ class Dispatcher:
             state.planned = True
         if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
             self._wait(parcel, this, ANYONE)
-        elif self._room(state, this) and not self._queues[planned]:
+        elif self._room(state, this) and self._waiting.empty(planned):
             self._send(parcel, this, planned, now)
             return planned
         else:
@@ -164,7 +174,8 @@ class Dispatcher:
                 self._observe(this.holder, state, this, now)
             state.since = now
             state.heard, state.silent = max(state.heard, now), False
-            self._has_room(this.holder)
+            self._watch(this.holder, state, now)
+            self._settled(this.holder, state)
         this.holder = None
         if done and this.queue is None:
             del self._parcels[parcel]
@@ -175,11 +186,12 @@ class Dispatcher:
         if this is None:
             return
         if this.queue is not None:
-            self._leave_queue(this)
+            self._waiting.remove(this)
         if this.holder is not None:
             self._parcels[parcel] = this
             self._drop(self._devices[this.holder], parcel)
             del self._parcels[parcel]
+            self._watch(this.holder, self._devices[this.holder], 0.0)
             self._has_room(this.holder)
 
     # Instructions
@@ -187,47 +199,66 @@ class Dispatcher:
     def settle(self, now: float) -> list[tuple[ParcelId, str]]:
         """Everything that can be sent out now, one parcel for each device in turn."""
         placed: list[tuple[ParcelId, str]] = []
-        declined: list[str] = []
-        while self._free and self._waiting:
+        while self._free and self._waiting.count:
             device = self._free.popleft()
             self._listed.discard(device)
-            state = self._devices.get(device)
-            if state is None or not state.active or state.critical >= self.window:
-                continue
-            parcel = self._next(device, state)
-            if parcel is None:
-                declined.append(device)
-                continue
-            self._send(parcel, self._parcels[parcel], device, now)
-            placed.append((parcel, device))
-            self._has_room(device)
-        for device in declined:
-            self._has_room(device)
+            self._place(device, now, placed)
+        declined, most = 0, LOOKS if self._due.least() else len(self._idle)  # nobody works: nothing else would happen
+        while self._idle and self._waiting.count and declined < most:
+            device, _ = self._idle.popitem(last=False)
+            declined = 0 if self._place(device, now, placed) else declined + 1
         return placed
+
+    def _place(self, device: str, now: float, placed: list[tuple[ParcelId, str]]) -> bool:
+        """Send a device its next parcel, if it has room and there is one."""
+        state = self._devices.get(device)
+        if state is None or not state.active or state.critical >= self.window:
+            return False
+        parcel = self._next(device, state)
+        if parcel is None:
+            self._idle[device] = None
+            return False
+        self._send(parcel, self._parcels[parcel], device, now)
+        placed.append((parcel, device))
+        self._has_room(device)
+        return True
 
     def tick(self, now: float) -> list[Handover]:
         """Time has passed: parcels that are late, to be taken back. Each then comes as ready again."""
         late: list[Handover] = []
-        active = sum(state.active for state in self._devices.values())
-        for name, state in self._devices.items():
-            if not state.flying or active <= state.active:  # nobody else could do it
-                continue
+        waited_for: list[str] = []
+        while (due := self._due.least()) is not None and due[0] <= now:
+            name = due[1]
+            state = self._devices[name]
+            self._due.drop(name)
             first = self._parcels[next(iter(state.flying))]
             begun = max(state.since, first.sent)
-            if now < begun + self._patience(name, state):
-                continue
-            if state.heard > begun:  # it lives, so it is slow
-                state.pace = max(state.pace or 0.0, (now - begun) / self._cost(first, name, state))
-            for parcel in state.flying:
-                this = self._parcels[parcel]
-                this.holder, this.late_on = None, (*this.late_on, name)
-                late.append(Handover(parcel, name))
-            state.flying.clear()
-            state.critical = 0
-            active -= state.active
-            state.since, state.silent = now, True
-            self._settled(name, state)
+            deadline = begun + self._patience(name, state)
+            if now < deadline:
+                # the pace of the fleet, which may still change, stands in for one that is not known
+                self._due.set(name, deadline if state.pace is not None else min(deadline, now + GRACE))
+            elif not self._others(name):
+                waited_for.append(name)
+            else:
+                if state.heard > begun:  # it lives, so it is slow
+                    pace = (now - begun) / self._cost(first, name, state)
+                    self._paced(name, state, max(state.pace or 0.0, pace))
+                late += self._take_back(name, state, now)
+        for name in waited_for:
+            self._due.set(name, now)
         return late
+
+    def _take_back(self, name: str, state: DeviceState, now: float) -> list[Handover]:
+        """A device loses what it has in flight, and gets nothing more until it is heard of."""
+        taken = list(state.flying)
+        for parcel in taken:
+            this = self._parcels[parcel]
+            this.holder, this.late_on = None, (*this.late_on, name)
+        state.flying.clear()
+        state.critical = 0
+        state.since, state.silent = now, True
+        self._settled(name, state)
+        return [Handover(parcel, name) for parcel in taken]
 
     # Inside
 
@@ -239,7 +270,8 @@ class Dispatcher:
 
     def _others(self, device: str) -> bool:
         """Whether anybody but this device can take parcels."""
-        return any(state.active for name, state in self._devices.items() if name != device)
+        state = self._devices.get(device)
+        return len(self._paces) > (state is not None and state.active)
 
     def _cost(self, this: WaitingParcel, device: str, state: DeviceState) -> float:
         """Seconds of a parcel by a device's figures; what its planned device has of slices, another must fetch."""
@@ -252,22 +284,27 @@ class Dispatcher:
     def _observe(self, device: str, state: DeviceState, this: WaitingParcel, now: float) -> None:
         """A device's pace, from the time between its results."""
         ratio = (now - max(state.since, this.sent)) / self._cost(this, device, state)
-        state.pace = ratio if state.pace is None else (1 - MEMORY) * state.pace + MEMORY * ratio
+        self._paced(device, state, ratio if state.pace is None else (1 - MEMORY) * state.pace + MEMORY * ratio)
         share = MEMORY / max(1, len(self._devices))
-        self.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
+        self._waiting.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
 
     def _next(self, device: str, state: DeviceState) -> ParcelId | None:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
+        barred = device if self._others(device) else None
         for queue in (device, ANYONE):
-            parcel = self._first(queue, device, state)
-            if parcel is not None and not (self._sluggish(state) and self._better_left(parcel, device, state)):
-                self._leave_queue(self._parcels[parcel])
+            parcel = self._waiting.first(queue, barred)
+            if parcel is None or not self._room(state, self._parcels[parcel]):
+                continue
+            if not (self._sluggish(state) and self._better_left(parcel, device, state)):
+                self._waiting.remove(self._parcels[parcel])
                 return parcel
-        victim = self._most_behind(device)
-        if victim is not None:
-            parcel = self._peek(self._tails[victim], victim, device, state)
-            if parcel is not None and self._worth_helping(parcel, device, state, victim):
-                self._leave_queue(self._parcels[parcel])
+        victim = self._waiting.most_behind()
+        if victim is not None and victim != device:
+            parcel = self._waiting.last(victim, barred)
+            if parcel is None or not self._room(state, self._parcels[parcel]):
+                return None
+            if self._worth_helping(parcel, device, state, victim):
+                self._waiting.remove(self._parcels[parcel])
                 return parcel
         return None
 
@@ -279,7 +316,7 @@ class Dispatcher:
         planned to be, or the device was not planned for at all.
         """
         this = self._parcels[parcel]
-        if self._seconds(this, device, state) > HELPFUL * self._behind(victim):
+        if self._seconds(this, device, state) > HELPFUL * self._waiting.behind(victim):
             return False
         theirs = self._devices[victim].pace
         alone, shared = (state.figures.seconds(this.work, alone=choice) for choice in (True, False))
@@ -287,82 +324,26 @@ class Dispatcher:
 
     def _sluggish(self, state: DeviceState) -> bool:
         """Whether a device is far behind the common pace while somebody else is not."""
-        slow = state.pace is not None and state.pace > SLUGGISH * self.pace
-        return slow and any(
-            other.active and (other.pace or 0.0) <= SLUGGISH * self.pace for other in self._devices.values()
-        )
+        limit = SLUGGISH * self.pace
+        quickest = self._paces.least()
+        return state.pace is not None and state.pace > limit and quickest is not None and quickest[0] <= limit
 
     def _better_left(self, parcel: ParcelId, device: str, state: DeviceState) -> bool:
         """Whether others would be through with everything that waits before this device were through with a parcel."""
         here = self._seconds(self._parcels[parcel], device, state)
         there = state.figures.seconds(self._parcels[parcel].work) * self.pace
-        return here > there * (SLUGGISH + self._waiting / len(self._devices))
-
-    def _first(self, queue: str, device: str, state: DeviceState) -> ParcelId | None:
-        """The first parcel of a queue that this device may have; those that left the queue are dropped on the way."""
-        return self._peek(self._queues[queue], queue, device, state)
-
-    def _peek(
-        self, heap: list[tuple[int, int, ParcelId]], queue: str, device: str, state: DeviceState
-    ) -> ParcelId | None:
-        skipped: list[tuple[int, int, ParcelId]] = []
-        found = None
-        while heap:
-            _, number, parcel = heap[0]
-            this = self._parcels.get(parcel)
-            if this is None or this.queue != queue or this.number != abs(number):
-                heappop(heap)
-                continue
-            if device in this.late_on and self._others(device):
-                skipped.append(heappop(heap))
-                continue
-            found = parcel if self._room(state, this) else None
-            break
-        for entry in skipped:
-            heappush(heap, entry)
-        return found
+        return here > there * (SLUGGISH + self._waiting.count / len(self._devices))
 
     def _wait(self, parcel: ParcelId, this: WaitingParcel, queue: str) -> None:
-        this.queue = queue
-        heappush(self._queues[queue], (this.rank, this.number, parcel))
-        self._waiting += 1
-        if queue != ANYONE:
-            state = self._devices[queue]
-            heappush(self._tails[queue], (-this.rank, -this.number, parcel))
-            state.backlog += state.figures.seconds(this.work)
-            heappush(self._longest, (-self._behind(queue), queue))
-
-    def _leave_queue(self, this: WaitingParcel) -> None:
-        assert this.queue is not None
-        if this.queue != ANYONE and this.queue in self._devices:
-            state = self._devices[this.queue]
-            state.backlog = max(0.0, state.backlog - state.figures.seconds(this.work))
-        this.queue = None
-        self._waiting -= 1
-
-    def _behind(self, device: str) -> float:
-        """Seconds until a device would be through with what waits for it."""
-        state = self._devices[device]
-        return state.backlog * (self.pace if state.pace is None else state.pace)
-
-    def _most_behind(self, thief: str) -> str | None:
-        """The device with the longest work waiting; its stale entries are renewed on the way."""
-        while self._longest:
-            behind, device = self._longest[0]
-            state = self._devices.get(device)
-            if state is None or state.backlog <= 0.0:
-                heappop(self._longest)
-            elif abs(self._behind(device) + behind) > 0.1 * -behind:
-                heappop(self._longest)
-                heappush(self._longest, (-self._behind(device), device))
-            else:
-                return device if device != thief else None
-        return None
+        self._waiting.add(parcel, this, queue)
+        self._has_room(queue)
 
     def _send(self, parcel: ParcelId, this: WaitingParcel, device: str, now: float) -> None:
         this.holder, this.sent = device, now
-        self._devices[device].flying[parcel] = None
-        self._devices[device].critical += not this.filler
+        state = self._devices[device]
+        state.flying[parcel] = None
+        state.critical += not this.filler
+        self._watch(device, state, now)
 
     def _drop(self, state: DeviceState, parcel: ParcelId) -> None:
         del state.flying[parcel]
@@ -372,24 +353,33 @@ class Dispatcher:
         """Whether a device may have one more parcel of this kind in flight."""
         return (len(state.flying) if this.filler else state.critical) < self.window
 
+    def _watch(self, device: str, state: DeviceState, now: float) -> None:
+        """What a device has in flight has changed, and so has when it is late: the next tick looks."""
+        if state.flying:
+            self._due.set(device, now)
+        else:
+            self._due.drop(device)
+
+    def _paced(self, device: str, state: DeviceState, pace: float) -> None:
+        state.pace = pace
+        if state.active:
+            self._paces.set(device, pace)
+
     def _has_room(self, device: str) -> None:
         if device not in self._listed and device in self._devices:
+            self._idle.pop(device, None)
             self._listed.add(device)
             self._free.append(device)
 
     def _settled(self, device: str, state: DeviceState) -> None:
         """A device takes parcels again, or what waits for it is anybody's."""
         if state.active:
+            self._paces.set(device, state.pace or 0.0)
             self._has_room(device)
         else:
-            heap, self._queues[device], self._tails[device] = self._queues[device], [], []
-            self._disown(heap, device)
+            self._paces.drop(device)
+            self._idle.pop(device, None)
+            self._watch(device, state, 0.0)
+            self._waiting.close(device)
+            self._waiting.open(device)
             state.backlog = 0.0
-
-    def _disown(self, heap: list[tuple[int, int, ParcelId]], device: str) -> None:
-        """Loads that waited for a device wait for anyone."""
-        for rank, number, parcel in heap:
-            this = self._parcels.get(parcel)
-            if this is not None and this.queue == device and this.number == number:
-                this.queue = ANYONE
-                heappush(self._queues[ANYONE], (rank, number, parcel))

@@ -22,6 +22,9 @@ HELPFUL = 0.7
 WASTE = 1.5
 """How many times longer than planned a parcel may take on another device, or a device be than the fleet, as a rule."""
 
+LOOKS = 8
+"""Idle devices that are asked in turn whether they can help, until as many in a row cannot."""
+
 FORGIVING = 0.02  # of its distance from the common pace an idle device loses with each sign of life: it gets a new try
 MEMORY = 0.5  # weight of the last observation in a device's pace
 ANYONE = ""

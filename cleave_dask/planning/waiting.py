@@ -1,0 +1,103 @@
+"""Parcels that wait, by whom they wait for: the most and the least urgent of a queue, and who is most behind."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from cleave_dask.planning.dispatch_state import ANYONE, DeviceState, ParcelId, WaitingParcel
+
+Entry = tuple[int, int, ParcelId]
+
+
+class Waiting:
+    """Queues of parcels, one for each device and one for anyone; entries of parcels that left fall out in time."""
+
+    def __init__(self, devices: dict[str, DeviceState], parcels: dict[ParcelId, WaitingParcel]) -> None:
+        self.count = 0
+        self.pace = 1.0  # of the whole fleet: stands in for a device's own while that is not known
+        self._devices = devices
+        self._parcels = parcels
+        self._queues: dict[str, list[Entry]] = {ANYONE: []}  # heaps: most urgent first
+        self._tails: dict[str, list[Entry]] = {}  # of devices: least urgent first
+        self._longest: list[tuple[float, str]] = []  # (-behind, device): a heap with stale entries
+
+    def open(self, device: str) -> None:
+        """A queue for a device."""
+        self._queues[device], self._tails[device] = [], []
+
+    def close(self, device: str) -> None:
+        """No more queue for a device: what waited in it waits for anyone."""
+        del self._tails[device]
+        for rank, number, parcel in self._queues.pop(device):
+            this = self._parcels.get(parcel)
+            if this is not None and this.queue == device and this.number == number:
+                this.queue = ANYONE
+                heappush(self._queues[ANYONE], (rank, number, parcel))
+
+    def empty(self, device: str) -> bool:
+        """Whether nothing has waited for a device since its queue was last looked through."""
+        return not self._queues[device]
+
+    def add(self, parcel: ParcelId, this: WaitingParcel, queue: str) -> None:
+        """A parcel waits for a device, or for ANYONE."""
+        this.queue = queue
+        heappush(self._queues[queue], (this.rank, this.number, parcel))
+        self.count += 1
+        if queue != ANYONE:
+            state = self._devices[queue]
+            heappush(self._tails[queue], (-this.rank, -this.number, parcel))
+            state.backlog += state.figures.seconds(this.work)
+            heappush(self._longest, (-self.behind(queue), queue))
+
+    def remove(self, this: WaitingParcel) -> None:
+        """A parcel waits no more."""
+        assert this.queue is not None
+        if this.queue != ANYONE and this.queue in self._devices:
+            state = self._devices[this.queue]
+            state.backlog = max(0.0, state.backlog - state.figures.seconds(this.work))
+        this.queue = None
+        self.count -= 1
+
+    def first(self, queue: str, barred: str | None) -> ParcelId | None:
+        """The most urgent parcel of a queue, those apart that a barred device was late with."""
+        return self._peek(self._queues[queue], queue, barred)
+
+    def last(self, queue: str, barred: str | None) -> ParcelId | None:
+        """The least urgent one."""
+        return self._peek(self._tails[queue], queue, barred)
+
+    def behind(self, device: str) -> float:
+        """Seconds until a device would be through with what waits for it."""
+        state = self._devices[device]
+        return state.backlog * (self.pace if state.pace is None else state.pace)
+
+    def most_behind(self) -> str | None:
+        """The device with the longest work waiting; stale entries are renewed on the way."""
+        while self._longest:
+            behind, device = self._longest[0]
+            state = self._devices.get(device)
+            if state is None or state.backlog <= 0.0:
+                heappop(self._longest)
+            elif abs(self.behind(device) + behind) > 0.1 * -behind:
+                heappop(self._longest)
+                heappush(self._longest, (-self.behind(device), device))
+            else:
+                return device
+        return None
+
+    def _peek(self, heap: list[Entry], queue: str, barred: str | None) -> ParcelId | None:
+        skipped: list[Entry] = []
+        found = None
+        while heap:
+            _, number, parcel = heap[0]
+            this = self._parcels.get(parcel)
+            if this is None or this.queue != queue or this.number != abs(number):
+                heappop(heap)
+            elif barred in this.late_on:
+                skipped.append(heappop(heap))
+            else:
+                found = parcel
+                break
+        for entry in skipped:
+            heappush(heap, entry)
+        return found
