@@ -38,17 +38,21 @@ if TYPE_CHECKING:
     from cleave_dask.fleet.devices import Device, Fleet, Link, Server
     from cleave_dask.graph.capture import capture
     from cleave_dask.graph.ir import Gemm, StepGraph
+    from cleave_dask.graph.losses import with_loss
     from cleave_dask.graph.recipes import Recipe
     from cleave_dask.planning.planner import plan
     from cleave_dask.planning.replanning import replan
     from cleave_dask.planning.values import Plan, Tile
+    from cleave_dask.runtime.export import export, read_weights
     from cleave_dask.runtime.lowering import lower
     from cleave_dask.runtime.matmul import matmul
     from cleave_dask.runtime.trace import Trace
     from cleave_dask.runtime.trainer import Trainer
     from cleave_dask.runtime.verification import verify_tile
+    from cleave_dask.simulation.baselines.comparison import compare
     from cleave_dask.simulation.local import LocalFleet
     from cleave_dask.simulation.simulator import simulate
+    from cleave_dask.views.tracking import track
 
 __all__ = [
     "BatchError",
@@ -76,12 +80,17 @@ __all__ = [
     "Trainer",
     "__version__",
     "capture",
+    "compare",
+    "export",
     "lower",
     "matmul",
     "plan",
+    "read_weights",
     "replan",
     "simulate",
+    "track",
     "verify_tile",
+    "with_loss",
 ]
 
 _LAZY = {
@@ -99,12 +108,17 @@ _LAZY = {
     "Trace": "cleave_dask.runtime.trace",
     "Trainer": "cleave_dask.runtime.trainer",
     "capture": "cleave_dask.graph.capture",
+    "compare": "cleave_dask.simulation.baselines.comparison",
+    "export": "cleave_dask.runtime.export",
     "lower": "cleave_dask.runtime.lowering",
     "matmul": "cleave_dask.runtime.matmul",
     "plan": "cleave_dask.planning.planner",
+    "read_weights": "cleave_dask.runtime.export",
     "replan": "cleave_dask.planning.replanning",
     "simulate": "cleave_dask.simulation.simulator",
+    "track": "cleave_dask.views.tracking",
     "verify_tile": "cleave_dask.runtime.verification",
+    "with_loss": "cleave_dask.graph.losses",
 }
 
 

@@ -30,6 +30,7 @@ DOORS: dict[str, dict[str, str]] = {
     "torch": {
         "graph/capture*.py": "trace the module's step",
         "graph/building.py": "builds modules, optimizers and batches from a recipe",
+        "graph/losses.py": "joins a module and its criterion",
         "graph/torch_ops.py": "names and classifies ATen ops",
         "runtime/interpreter.py": "runs the ops between levels on the server",
         "runtime/kernels_torch.py": "multiplies tiles on devices that have torch",
@@ -38,6 +39,7 @@ DOORS: dict[str, dict[str, str]] = {
         "runtime/trainer.py": "takes the user's module and optimizer",
         "runtime/optimizers.py": "runs any torch.optim optimizer in place",
         "runtime/export.py": "writes weights that other tools load",
+        "views/scalars.py": "writes TensorBoard's files",
     },
     "transformers": {"graph/*": "architectures from a config; attention kept whole"},
     "distributed": {

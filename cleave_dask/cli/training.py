@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import log
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cleave_dask.fleet.devices import Fleet
     from cleave_dask.graph.recipes import Recipe
     from cleave_dask.runtime.trainer import Trainer
+    from cleave_dask.views.scalars import Scalars
 
 DEVICES = 4
 """Devices of the fleet that training starts on this machine, unless told otherwise."""
@@ -42,6 +43,7 @@ class Options:
     resume: bool
     checkpoint: Path | None
     save_every: int
+    tensorboard: Path | None
     as_json: bool
 
     def check(self) -> None:
@@ -78,6 +80,12 @@ class Options:
     help="Where weights and optimizer state are saved.  [default: a new folder in checkpoints/]",
 )
 @click.option("--save-every", metavar="N", type=click.IntRange(1), default=50, show_default=True, help="Steps a save.")
+@click.option(
+    "--tensorboard",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write loss, seconds and bytes of each step there too.",
+)
 @json_option
 @debug_option
 @click.pass_obj
@@ -147,13 +155,26 @@ def _train(
             clip_norm=recipe.train.clip_norm,
             accumulate=recipe.train.accumulate,
         )
+        scalars = stack.enter_context(_scalars(options.tensorboard))
         with trainer:
             parameters = sum(parameter.numel() for parameter in module.parameters())
             size = f"{quantity(parameters, '').strip()} parameters, {recipe.tokens_per_step:,} tokens a step"
             view.say(f"{size}, devices: {len(inspect(client).devices)}")
             view.say(f"dashboard: {client.dashboard_link}")
             view.say(f"checkpoint: {folder}, every {options.save_every} steps")
-            Run(trainer, recipe, folder, options, view, interrupts).go()
+            Run(trainer, recipe, folder, options, view, interrupts, scalars).go()
+
+
+@contextmanager
+def _scalars(folder: Path | None) -> Iterator[Scalars | None]:
+    """What writes for TensorBoard, if anything does."""
+    if folder is None:
+        yield None
+        return
+    from cleave_dask.views.scalars import Scalars
+
+    with closing(Scalars(folder)) as scalars:
+        yield scalars
 
 
 @contextmanager
@@ -195,6 +216,7 @@ class Run:
     options: Options
     view: progress.View
     interrupts: Interrupts
+    scalars: Scalars | None = None
     saved: int = 0  # the newest step in the checkpoint
     done: int = 0  # the newest step
 
@@ -216,6 +238,8 @@ class Run:
                 record = self.trainer.records[-1]
                 self.done = record["step"]
                 self.view.step(record)
+                if self.scalars is not None:
+                    self.scalars.write([record])
                 if self.done == total:
                     self.save()
                 elif self.done % self.options.save_every == 0:

@@ -168,6 +168,8 @@ class Fleet:
     @classmethod
     def from_cluster(cls, client: Any) -> Self:
         """The fleet behind a Dask client, as its devices described themselves when they joined."""
+        if client.asynchronous:  # it knows a few workers only, without being awaited
+            raise FleetError("this client is asynchronous; ask with Client(address, asynchronous=False), in a thread")
         workers: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
         facts = {str(worker["name"]): worker.get("cleave") or {} for worker in workers.values()}
         return cls.from_workers({name: fact for name, fact in facts.items() if fact.get("role") == "device"})

@@ -12,7 +12,7 @@ from distributed.comm import CommClosedError
 
 from cleave_dask import config
 from cleave_dask._version import __version__
-from cleave_dask.errors import ClusterError
+from cleave_dask.errors import ClusterError, InputError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,12 @@ def _measured_facts(client: Client) -> dict[str, Any]:
 
 def facts_of(client: Client) -> dict[str, Any]:
     """What the scheduler's plugin says of the cluster."""
+    if client.asynchronous:
+        raise InputError(
+            "this client is asynchronous, and its event loop would stand still during a step; make another one with "
+            "Client(async_client.scheduler.address, asynchronous=False), and call what takes long in a thread: "
+            "await asyncio.to_thread(trainer.step, batch)"
+        )
     scheduler: Any = client.scheduler
     try:
         facts: dict[str, Any] | None = client.sync(scheduler.cleave_info)

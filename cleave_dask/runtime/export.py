@@ -38,28 +38,21 @@ def export(
 ) -> Path:
     """Write weights, by the names that the model gives them, beside the config that says what to do with them.
 
-    `model` is the Hugging Face module that was trained (its own numbers do not matter: it may be on the meta device),
-    or its config alone; then leave out buffers that the module makes by itself. The folder appears when it is complete.
-    One that is there is replaced only if `overwrite` says so, and only if it is a former export.
+    `model` is the module that was trained (its own numbers do not matter: it may be on the meta device), or a Hugging
+    Face config alone; then leave out buffers that the module makes by itself. A module of your own has no config: the
+    folder then holds safetensors only. It appears when it is complete. One that is there is replaced only if
+    `overwrite` says so, and only if it is a former export.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and not (overwrite and (folder / "config.json").is_file()):
+    if folder.exists() and not (overwrite and _is_export(folder)):
         raise InputError(f"{folder} is there already; export to another folder, or overwrite a former export")
-    if not hasattr(model, "save_pretrained"):
-        kind = type(model).__name__
-        raise InputError(
-            f"{kind} is no Hugging Face model or config; save Trainer.state_dict() with torch.save instead"
-        )
+    known = hasattr(model, "save_pretrained")
+    if not known and not isinstance(model, nn.Module):
+        raise InputError(f"{type(model).__name__} is neither a module nor a Hugging Face config; give one of these")
     hidden = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     try:
         hidden.mkdir(parents=True)
-        if isinstance(model, nn.Module):
-            model.save_pretrained(hidden, state_dict=_fitting(weights, model), max_shard_size=shard_bytes)  # type: ignore[operator]
-            config = model.config
-        else:
-            _write_shards(_untied(weights), hidden, shard_bytes)
-            config = model
-        _config(config, weights).save_pretrained(hidden)
+        _write(weights, model, hidden, shard_bytes)
         if folder.exists():
             shutil.rmtree(folder.rename(folder.with_name(f".removing-{folder.name}-{os.getpid()}")))
         hidden.rename(folder)
@@ -68,6 +61,25 @@ def export(
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     return folder
+
+
+def _write(weights: Mapping[str, Tensor], model: Any, folder: Path, shard_bytes: int) -> None:
+    """Write safetensors, and a config where the model has one."""
+    if not isinstance(model, nn.Module):
+        _write_shards(_untied(weights), folder, shard_bytes)
+        _config(model, weights).save_pretrained(folder)
+    elif hasattr(model, "save_pretrained"):
+        save: Any = model.save_pretrained
+        save(folder, state_dict=_fitting(weights, model), max_shard_size=shard_bytes)
+        _config(model.config, weights).save_pretrained(folder)
+    else:
+        _write_shards(_untied(_fitting(weights, model)), folder, shard_bytes)
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder is surely one that was exported before: by its config, or because nothing else is in it."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return "config.json" in names or (bool(names) and all(name.startswith("model") for name in names))
 
 
 def read_weights(folder: str | Path) -> dict[str, Tensor]:

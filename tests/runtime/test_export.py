@@ -131,9 +131,22 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         export(weights | {"extra": torch.zeros(1)}, model, tmp_path / "out")
     with pytest.raises(InputError, match=r"lm_head.weight is \(3, 16\) instead of \(50, 16\) in LlamaForCausalLM"):
         export(weights | {"lm_head.weight": torch.zeros(3, 16)}, model, tmp_path / "out")
-    with pytest.raises(InputError, match=r"Linear is no Hugging Face model or config; save Trainer.state_dict\(\)"):
+    with pytest.raises(InputError, match="not the weights of Linear: bias is missing"):
         export({}, nn.Linear(2, 2), tmp_path / "out")
+    with pytest.raises(InputError, match="str is neither a module nor a Hugging Face config"):
+        export({}, "llama", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_of_ones_own_goes_out_and_comes_in_again(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    for shard_bytes in (10**9, 40):
+        folder = export(model.state_dict(), model, tmp_path / "own", overwrite=True, shard_bytes=shard_bytes)
+        again = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+        again.load_state_dict(read_weights(folder))
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, again.state_dict()[name])
+    assert not (folder / "config.json").exists()
 
 
 def test_only_a_former_export_is_overwritten(tmp_path: Path) -> None:
