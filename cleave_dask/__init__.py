@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cleave_dask._version import __version__
 from cleave_dask.errors import (
+    AccessError,
     BatchError,
     CaptureError,
     CheckpointError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from cleave_dask.views.tracking import track
 
 __all__ = [
+    "AccessError",
     "BatchError",
     "CaptureError",
     "CheckpointError",

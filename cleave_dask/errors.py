@@ -43,3 +43,7 @@ class StepError(CleaveError):
 
 class CheckpointError(CleaveError):
     """A checkpoint cannot be written or read; what was saved before is untouched."""
+
+
+class AccessError(CleaveError):
+    """Somebody is not, or no longer, allowed to do what they ask for."""

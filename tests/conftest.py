@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-FOLDER_MARKERS = ("cluster", "chaos", "browser", "bench")  # tests anywhere else are unit tests
+FOLDER_MARKERS = {name: name for name in ("cluster", "chaos", "browser", "bench")} | {"security": "cluster"}
+"""The marker of each folder; tests anywhere else are unit tests."""
 
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
@@ -29,4 +30,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]
-        item.add_marker(folder if folder in FOLDER_MARKERS else "unit")
+        item.add_marker(FOLDER_MARKERS.get(folder, "unit"))

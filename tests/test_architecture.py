@@ -47,6 +47,7 @@ DOORS: dict[str, dict[str, str]] = {
         "simulation/*": "the local fleet is a Dask cluster",
         "cli/*": "connects to a scheduler, or starts one",
     },
+    "cryptography": {"runtime/certificates.py": "the authority, keys and certificates"},
     "zarr": {"runtime/zarr_files.py": "the files of the tile store"},
     "bokeh": {"views/*": "the dashboard page"},
 }

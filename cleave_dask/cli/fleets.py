@@ -6,13 +6,16 @@ import errno
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cleave_dask.errors import ClusterError, InputError
+from cleave_dask.errors import AccessError, ClusterError, InputError
 
 if TYPE_CHECKING:
     from distributed import Client
+    from distributed.security import Security
 
+    from cleave_dask.runtime.credentials import ServerFolder
     from cleave_dask.runtime.processes import ServedCluster
 
 Cluster = TypeVar("Cluster", bound="ServedCluster")
@@ -71,13 +74,46 @@ def joined(address: str) -> Iterator[Client]:
 
     probe(address)
     try:
-        client = Client(address, timeout=config.seconds("timeouts.server"))
+        client = Client(address, timeout=config.seconds("timeouts.server"), security=_security(address))
     except ValueError as error:
         raise InputError(f"--scheduler is {address!r}: {error}; {_EXAMPLE}") from error
     except (OSError, TypeError, AssertionError) as error:  # a worker is Dask too, and answers oddly
         raise ClusterError(_not_dask(address)) from error
     with client:
         yield client
+
+
+def server_folder() -> ServerFolder:
+    """Where the keys of this machine's server are."""
+    from cleave_dask.runtime.credentials import ServerFolder
+
+    return ServerFolder(security_folder() / "server")
+
+
+def security_folder() -> Path:
+    """Where all keys of this machine are."""
+    from cleave_dask import config
+
+    return Path(str(config.get("security.folder"))).expanduser()
+
+
+def _security(address: str) -> Security | None:
+    """What to show a scheduler that asks who we are: Dask's settings, or else the keys of this machine's server."""
+    import dask.config
+    from distributed.security import Security
+
+    if not address.startswith("tls://"):
+        return None
+    if dask.config.get("distributed.comm.tls.ca-file") and dask.config.get("distributed.comm.tls.client.cert"):
+        return Security()
+    folder = server_folder()
+    if folder.exists:
+        return folder.files("client").security()
+    raise AccessError(
+        f"{address} asks who this is, and there are no keys in {folder.path}; copy ca.pem, client.pem and "
+        "client.key from that folder of the machine that serves, or set distributed.comm.tls.ca-file "
+        "and distributed.comm.tls.client"
+    )
 
 
 def probe(address: str) -> None:

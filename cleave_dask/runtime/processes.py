@@ -21,7 +21,9 @@ from distributed.deploy.spec import ProcessInterface, SpecCluster
 
 from cleave_dask import config
 from cleave_dask.errors import ClusterError
+from cleave_dask.runtime.credentials import ServerFolder
 from cleave_dask.runtime.parent import VARIABLE
+from cleave_dask.runtime.roles import Role
 
 START_TIMEOUT = 120.0
 """Seconds within which all processes must have joined; importing torch on a busy machine takes a while."""
@@ -43,6 +45,19 @@ class Place:
 
     host: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
+    port: int = 0  # of the scheduler; 0: any that is free
+    folder: ServerFolder | None = None  # keys and certificates for TLS; None: not encrypted
+
+    def options(self, role: Role) -> tuple[str, ...]:
+        """What `dask scheduler` and `dask worker` are told of TLS."""
+        return () if self.folder is None else ("--protocol", "tls", *self.folder.files(role).options)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What scheduler and server need to know of who may connect, in their environment."""
+        if self.folder is None:
+            return {}
+        return {"DASK_CLEAVE__SECURITY__REGISTER": str(self.folder.path.absolute())}
 
 
 HERE = Place()
@@ -110,13 +125,14 @@ class DaskProcess(ProcessInterface):
 class SchedulerProcess(DaskProcess):
     """The scheduler; it has started once it has written down where it listens."""
 
-    def __init__(self, folder: str, place: Place, port: int, dashboard: str) -> None:
+    def __init__(self, folder: str, place: Place, dashboard: str) -> None:
         self._file = Path(folder) / "scheduler.json"
         arguments = (
-            *("scheduler", "--host", place.host, "--port", str(port), "--scheduler-file", str(self._file)),
+            *("scheduler", "--host", place.host, "--port", str(place.port), "--scheduler-file", str(self._file)),
             *("--dashboard-address", dashboard, *_WATCHED, "--preload", "cleave_dask.runtime.scheduler"),
+            *place.options("scheduler"),
         )
-        super().__init__("scheduler", folder, place, arguments, {})
+        super().__init__("scheduler", folder, place, arguments, place.settings)
 
     async def start(self) -> None:
         """Start the process and wait for its address."""
@@ -149,22 +165,23 @@ class ServedCluster(SpecCluster):
         workers: Mapping[str, WorkerSpec] | None = None,
         *,
         place: Place = HERE,
-        port: int = 0,
         dashboard: str = "127.0.0.1:0",
         name: str = "ServedCluster",
     ) -> None:
         self.folder = mkdtemp(prefix="cleave-")  # logs, until it is closed
         self.server_name = str(config.get("server.name"))
         options = ("--nthreads", "1", "--memory-limit", "0", "--preload", "cleave_dask.runtime.server")
-        server = WorkerSpec(options, os.cpu_count() or 1, place=place)
+        threads = os.cpu_count() or 1
+        server = WorkerSpec((*options, *place.options("server")), threads, settings=place.settings, place=place)
         everyone = {self.server_name: server, **(workers or {})}
-        address = {"folder": self.folder, "place": place, "port": port, "dashboard": dashboard}
+        address = {"folder": self.folder, "place": place, "dashboard": dashboard}
         super().__init__(
             workers={
                 worker: {"cls": WorkerProcess, "options": {"name": worker, "folder": self.folder, "spec": spec}}
                 for worker, spec in everyone.items()
             },
             scheduler={"cls": SchedulerProcess, "options": address},
+            security=place.folder.files("client").security() if place.folder else None,
             name=name,
             silence_logs=False,
         )
