@@ -12,10 +12,10 @@ PYTHON := $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'impo
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench soak clean
+.PHONY: help setup train test lint format bench bench-edge soak clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## build .venv with everything that training and testing need
 
@@ -45,6 +45,9 @@ format: setup ## rewrite the sources in the house style
 
 bench: setup ## measure seconds per step against plain torch
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+bench-edge: setup ## measure this package and its peers on shaped links, side by side; root (ARGS="--settings edge-8 --quick")
+	$(BIN)/python -m benchmarks.edge $(ARGS)
 
 soak: setup ## train for an hour while devices are killed, stopped and started (ARGS="--minutes 5")
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import memory
 from benchmarks.models import Llama
 from cleave_dask.formatting import duration, quantity
 from cleave_dask.runtime.trainer import Trainer
@@ -77,7 +78,7 @@ def measure(steps: int, devices: int) -> dict[str, Any]:
     with LocalFleet(devices) as local, local.get_client() as client:
         trainer = Trainer(module, torch.optim.AdamW(module.parameters(), lr=1e-4), client)
         rows = [(timed(plain.step, number), timed(trainer.step, number)) for number in range(steps + 1)]
-        peak = peak_memory(local.server_pid)
+        peak = memory.peak(local.server_pid)
         spent = [record["spent"] for record in trainer.records[1:]]
     torch_seconds, seconds = (median(row[system][1] for row in rows[1:]) for system in (0, 1))
     return {
@@ -93,14 +94,6 @@ def measure(steps: int, devices: int) -> dict[str, Any]:
     }
 
 
-def peak_memory(pid: int) -> int:
-    """Peak resident bytes of a process, as Linux counts them."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no peak memory in /proc/{pid}/status")
-
-
 def tables(result: dict[str, Any]) -> list[Table]:
     """The result, to look at."""
     times = Table("system", "seconds per step", "ratio", title=result["setting"])
@@ -109,11 +102,11 @@ def tables(result: dict[str, Any]) -> list[Table]:
     rest = Table("where", "seconds", title="Where a step goes (sums over devices; they overlap)")
     for name, seconds in result["spent"].items():
         rest.add_row(name, duration(seconds))
-    memory = Table("memory", "bytes", title="Memory")
-    memory.add_row("plain torch: weights, optimizer state, saved activations", quantity(result["torch_bytes"], "B"))
-    memory.add_row("server: peak resident", quantity(result["server_bytes"], "B"))
-    memory.add_row("ratio", f"{result['memory_ratio']:.2f}")
-    return [times, rest, memory]
+    held = Table("memory", "bytes", title="Memory")
+    held.add_row("plain torch: weights, optimizer state, saved activations", quantity(result["torch_bytes"], "B"))
+    held.add_row("server: peak resident", quantity(result["server_bytes"], "B"))
+    held.add_row("ratio", f"{result['memory_ratio']:.2f}")
+    return [times, rest, held]
 
 
 def main() -> None:

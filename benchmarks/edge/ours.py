@@ -1,0 +1,117 @@
+"""Our own rows: real scheduler, server and devices in namespaces, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import memory
+from benchmarks.edge.rows import Row
+from benchmarks.edge.settings import Setting
+from benchmarks.edge.timing import LEARNING_RATE, Effort, timed
+from benchmarks.trace import row_seconds
+from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.trace import PARTS, Column, Trace
+from cleave_dask.runtime.trainer import Planner, Trainer
+from cleave_dask.simulation.local import LocalFleet, Shaping
+
+PROCESS = 16_000_000
+"""Bytes that a device's process may grow by beside its tiles where memory is capped: buffers, threads."""
+
+STATES = ("upload", "compute", "download", "queued", "nothing")
+"""What a device is doing at an instant: the first of these that any of its tiles is in."""
+
+
+def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "namespaces") -> Row:
+    """One of our systems on one setting."""
+    module = setting.llama.module()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+    with LocalFleet(setting.fleet, shaping=shaping) as local, local.get_client() as client:
+        names = [device.name for device in setting.fleet.devices]
+        before = {name: memory.resident(pid) for name, pid in local.pids.items()}
+        for pid in local.pids.values():
+            memory.reset_peak(pid)
+            if setting.cap is not None:
+                memory.limit_data(memory.data(pid) + setting.cap + PROCESS, pid)
+
+        def counters() -> tuple[int, ...]:
+            if local.network is None:
+                return ()
+            return tuple(count for name in names for count in local.network.carried(name))
+
+        with Trainer(module, optimizer, client, plan=_planner(system), replan=False) as trainer:
+            seen = timed(lambda batch: trainer.step(**batch), setting.llama, effort, counters=counters)
+            last = trainer.trace.of_step(len(seen.losses))
+            return Row(
+                setting.name,
+                system,
+                seconds=median(seen.seconds),
+                steps=len(seen.seconds),
+                warm=seen.warm,
+                losses=tuple(loss for loss in seen.losses if loss is not None),
+                down=seen.counted[::2],
+                up=seen.counted[1::2],
+                memory=tuple(memory.peak(local.pids[name]) - before[name] for name in names),
+                plan_seconds=trainer.plan.seconds,
+                bound_seconds=trainer.plan.bound_seconds,
+                spent=spent(last, seen.seconds[-1]),
+                note=_note(trainer, last, seen.seconds[-1], local.shaping),
+            )
+
+
+def _planner(system: str) -> Planner:
+    return partial(plan, tiling="even") if system == "cleave-even" else plan
+
+
+def _note(trainer: Trainer, last: Trace, seconds: float, shaping: Shaping | None) -> str:
+    """The plan in a line, and what checks and the trace cost the server."""
+    made = trainer.plan
+    checks, rows = float(last["verify"].sum()) / seconds, row_seconds(2000) * len(last) / seconds
+    held = "; links held by token buckets, not by the kernel" if shaping == "buckets" else ""
+    return (
+        f"{len(made.tiles)} tiles, {made.tiling}, {made.binding} binds; "
+        f"checking tiles {checks:.1%}, trace {rows:.2%} of a step{held}"
+    )
+
+
+def spent(trace: Trace, seconds: float) -> dict[str, float]:
+    """Seconds of a step by what its devices were doing, on average over them; `nothing`: they had no tile."""
+    sums = dict.fromkeys(STATES, 0.0)
+    devices = np.unique(trace["device"].astype(str))
+    for device in devices:
+        mine = trace.where(trace["device"] == device)
+        for state, lasted in _states(mine).items():
+            sums[state] += lasted / len(devices)
+    sums["nothing"] = max(0.0, seconds - sum(sums.values()))
+    return sums
+
+
+def _states(trace: Trace) -> dict[str, float]:
+    """Seconds in which some tile of a device was in each state, and none in one that comes before it."""
+    start = trace["start"].astype("float64")
+    spans: dict[str, list[Column]] = {}
+    for part in PARTS:
+        end = start + trace[part].astype("float64")
+        spans[part] = [start, end]
+        start = end
+    taken: dict[str, float] = {}
+    covered, before = [np.empty(0), np.empty(0)], 0.0
+    for state in STATES[:-1]:
+        covered = [np.concatenate(pair) for pair in zip(covered, spans[state], strict=True)]
+        union = union_seconds(covered[0], covered[1])
+        taken[state], before = union - before, union
+    return taken
+
+
+def union_seconds(starts: Any, ends: Any) -> float:
+    """How long at least one of the spans lasts."""
+    order = np.argsort(starts)
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    if not len(starts):
+        return 0.0
+    gaps = np.maximum(0.0, starts[1:] - ends[:-1]).sum()
+    return float(ends[-1] - starts[0] - gaps)
