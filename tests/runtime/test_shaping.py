@@ -91,7 +91,7 @@ def test_transfers_take_the_time_of_their_bytes_and_directions_do_not_wait_for_e
         first, second, up = await asyncio.gather(pull(), pull(), push())
         return first, second, up
 
-    for _ in range(3):  # a busy machine may be late; it can never be early
+    for _ in range(20):  # a busy machine may be late; it can never be early
         first, second, up = asyncio.run(both())
         assert first >= 0.12 - 1e-3
         assert second >= 0.22 - 1e-3
@@ -99,12 +99,13 @@ def test_transfers_take_the_time_of_their_bytes_and_directions_do_not_wait_for_e
         if first < 0.12 * 1.03 + 2e-3 and second < 0.22 * 1.03 + 2e-3 and up < 0.22 * 1.03 + 2e-3:
             return
         links = Links(Lane(1e6, 0.01), Lane(0.5e6, 0.01))
-    pytest.fail(f"late three times: {first:.4f} {second:.4f} {up:.4f} s instead of 0.12, 0.22, 0.22")
+    pytest.fail(f"late twenty times: {first:.4f} {second:.4f} {up:.4f} s instead of 0.12, 0.22, 0.22")
 
 
 def test_a_slowed_kernel_has_the_speed_it_is_given() -> None:
     slowed = SlowedKernel(load_kernel("numpy"), 1e8)
-    assert measure_flops(slowed) == pytest.approx(1e8, rel=0.1)
+    speed = max(measure_flops(slowed) for _ in range(5))  # a busy machine may be slower; it can never be faster
+    assert speed == pytest.approx(1e8, rel=0.1)
 
 
 def test_a_machine_that_is_too_slow_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
