@@ -6,7 +6,7 @@
     checkpoints    the folder that a run saves to
     progress       what training shows: a bar, plain lines, or JSON
     checkup        what `doctor` looks at
-    training, serving, exporting, inspecting, comparing, profiling, devices, doctor, completing, joining,
+    training, serving, exporting, reporting, inspecting, comparing, profiling, devices, doctor, completing, joining,
     revoking       the commands
 
 Nothing heavy is imported before a command needs it: every `dask` process loads this package, and help should be quick.
@@ -26,12 +26,13 @@ from cleave_dask.cli.frame import CleaveGroup, debug_option
 from cleave_dask.cli.inspecting import plan
 from cleave_dask.cli.joining import join
 from cleave_dask.cli.profiling import profile
+from cleave_dask.cli.reporting import report
 from cleave_dask.cli.revoking import invite, revoke
 from cleave_dask.cli.serving import serve
 from cleave_dask.cli.training import train
 
 SECTIONS = {
-    "Train": (train, export),
+    "Train": (train, report, export),
     "Before you own a fleet": (plan, simulate, compare),
     "A real fleet": (serve, join, devices, invite, revoke, profile, doctor),
     "This shell": (completion,),

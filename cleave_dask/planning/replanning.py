@@ -171,4 +171,8 @@ class _Mover:
         """What each device had, and what has become of it."""
         changed = {name: "has left: its open tiles went to others" for name in gone if name not in new}
         changed |= dict.fromkeys(new, "joined: took open tiles from the busiest devices")
-        return {name: self.plan.reasons.get(name, "") for name in self.names} | changed
+        more = {name for name, place in self.place.items() if self.busy[place] > self.plan.busy.get(name, 0.0)}
+        reasons = {name: self.plan.reasons.get(name, "") for name in self.names}
+        return {
+            name: f"{why}; then took tiles of others" if name in more else why for name, why in reasons.items()
+        } | changed

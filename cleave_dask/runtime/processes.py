@@ -130,7 +130,7 @@ class SchedulerProcess(DaskProcess):
         arguments = (
             *("scheduler", "--host", place.host, "--port", str(place.port), "--scheduler-file", str(self._file)),
             *("--dashboard-address", dashboard, *_WATCHED, "--preload", "cleave_dask.runtime.scheduler"),
-            *place.options("scheduler"),
+            *("--preload", "cleave_dask.views.dashboard", *place.options("scheduler")),
         )
         super().__init__("scheduler", folder, place, arguments, place.settings)
 

@@ -10,6 +10,7 @@ operands from the server only, and nobody ever fetches anything from a device.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
 from time import monotonic
@@ -69,7 +70,7 @@ class SteeringPlugin(SchedulerPlugin):
         self.scheduler = scheduler
         self.dispatcher = Dispatcher(config.whole("device.window"))
         self.broken: str | None = None  # why nothing is placed any more
-        self.handovers = 0  # parcels taken from late devices
+        self.late: Counter[str] = Counter()  # parcels taken from late devices, by device
         self._devices: dict[str, WorkerState] = {}  # by name
         self._server: WorkerState | None = None
         self._granted: dict[Key, WorkerState] = {}
@@ -96,7 +97,7 @@ class SteeringPlugin(SchedulerPlugin):
             roles[facts["role"]][str(worker.name)] = {**facts, "address": worker.address, "running": running}
         silent = [name for name in self.dispatcher.devices if self.dispatcher.silent(name)]
         state = {"broken": self.broken, "waiting": self.dispatcher.waiting, "silent": silent}
-        return {"version": __version__, **roles, **state, "handovers": self.handovers}
+        return {"version": __version__, **roles, **state, "handovers": self.late.total(), "late": dict(self.late)}
 
     def clients(self) -> list[str]:
         """Who is connected: a run whose client is not among them is nobody's."""
@@ -203,7 +204,9 @@ class SteeringPlugin(SchedulerPlugin):
         late = self.dispatcher.tick(now)
         for handover in late:
             logger.warning("%s is late with %s: it goes to another device too", handover.device, handover.parcel)
-        self.handovers += len(late)
+        for name, parcels in Counter(handover.device for handover in late).items():
+            self.late[name] += parcels
+            self._tell("late", name, parcels=parcels)
         recommendations: dict[Key, Any] = {}
         for handover in late:
             if handover.parcel in self.scheduler.tasks:
@@ -226,6 +229,8 @@ class SteeringPlugin(SchedulerPlugin):
         except CleaveError as error:
             logger.warning("Device %s gets no tiles: %s", name, error)
             return
+        if self._devices.get(name) is not ws:
+            self._tell("joined", name)
         self._devices[name] = ws
         figures = Figures(device.flops, device.down.bandwidth, device.up.bandwidth, device.down.latency)
         self.dispatcher.device_joined(name, figures, monotonic())
@@ -245,7 +250,12 @@ class SteeringPlugin(SchedulerPlugin):
     def _present(self, ws: WorkerState) -> bool:
         return self.scheduler.workers.get(ws.address) is ws
 
+    def _tell(self, what: str, device: str, **more: Any) -> None:
+        """An event for whoever looks: Dask keeps it under the topic "cleave"."""
+        self.scheduler.log_event("cleave", {"action": what, "device": device, **more})
+
     def _gone(self, name: str) -> None:
+        self._tell("left", name)
         del self._devices[name]
         self.dispatcher.device_left(name)
 

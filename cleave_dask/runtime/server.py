@@ -12,9 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import time
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from distributed import Worker
@@ -31,6 +32,7 @@ from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
+from cleave_dask.runtime.server_watching import Watch
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
@@ -46,6 +48,7 @@ class ServerRuntime:
         self.worker = worker
         self.trainings: dict[str, Training] = {}
         self.products: WeakValueDictionary[str, Product] = WeakValueDictionary()  # Dask owns them, as task results
+        self.watches: WeakKeyDictionary[Training, Watch] = WeakKeyDictionary()  # what pages look at
         self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
         calls: tuple[Callable[..., Any], ...] = (
             self.cleave_pull,
@@ -61,6 +64,7 @@ class ServerRuntime:
             self.cleave_begin,
             self.cleave_get,
             self.cleave_trace,
+            self.cleave_watch,
             self.cleave_save,
             self.cleave_restore,
             self.cleave_close,
@@ -153,9 +157,24 @@ class ServerRuntime:
         columns = {name: to_serialize(column) for name, column in trace.columns.items()}
         return {"columns": columns, "names": dict(trace.names), "next": following}
 
+    async def cleave_watch(self, run: str | None, since: dict[str, int]) -> dict[str, Any]:
+        """What a page shows of the newest run, as far as it is new; `since` says what the page has of run `run`."""
+        newest = max(self.trainings.values(), key=lambda training: training.began, default=None)
+        if newest is None:
+            return {"run": None}
+        watch = self.watches.get(newest)
+        if watch is None:
+            watch = self.watches[newest] = Watch(newest)
+        known = since if newest.name == run else dict.fromkeys(since, 0)
+        answer = await self._off_loop(partial(watch.look, **known))
+        if "rows" in answer:
+            answer["rows"] = {name: (str(column.dtype), column.tobytes()) for name, column in answer["rows"].items()}
+        return answer
+
     async def cleave_save(self, run: str, folder: str, limits: dict[str, Any]) -> dict[str, Any]:
         """Write weights and optimizer state to a checkpoint."""
-        return await self._off_loop(save_training, self._training(run), folder, Limits(**limits))
+        events = await self.worker.scheduler.events(topic="cleave")
+        return await self._off_loop(save_training, self._training(run), folder, Limits(**limits), events)
 
     async def cleave_restore(self, run: str, folder: str, step: int | None, limits: dict[str, Any]) -> dict[str, Any]:
         """Read weights and optimizer state from a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ import torch
 
 from cleave_dask._version import __version__
 from cleave_dask.errors import CheckpointError
+from cleave_dask.runtime.history import FOLDER, append_lines, read_records, write_story
 from cleave_dask.runtime.interrupted import find_interrupted
 from cleave_dask.runtime.optimizers import restore, state_arrays, to_stored, to_tensor
 from cleave_dask.runtime.server_training import Training
+from cleave_dask.runtime.server_watching import Watch
 from cleave_dask.runtime.store import Expectation, State, TileStore
 from cleave_dask.runtime.tiles_in_flight import Start, discard_tiles
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = "weights/"
+
+Event = tuple[float, dict[str, Any]]
+"""When something happened to the fleet, and what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +38,13 @@ class Limits:
     tiles: int = 0  # bytes of tiles of the step in flight; 0: none are kept
 
 
-def save_training(training: Training, folder: str, limits: Limits) -> dict[str, Any]:
-    """Write the state between two steps; visible only when it is whole."""
+def save_training(training: Training, folder: str, limits: Limits, events: Sequence[Event] = ()) -> dict[str, Any]:
+    """Write the state between two steps; visible only when it is whole. `events` are those of the fleet so far."""
     with training.updating:
-        return _save(training, folder, limits)
+        return _save(training, folder, limits, events)
 
 
-def _save(training: Training, folder: str, limits: Limits) -> dict[str, Any]:
+def _save(training: Training, folder: str, limits: Limits, events: Sequence[Event]) -> dict[str, Any]:
     arrays, optimizer = state_arrays(training.optimizer, training.lr_schedule, _names(training))
     arrays = {**arrays, **{_WEIGHTS + name: to_stored(tensor) for name, tensor in training.weights.items()}}
     document = {
@@ -57,6 +63,7 @@ def _save(training: Training, folder: str, limits: Limits) -> dict[str, Any]:
         identity = store.save(training.updates, state)  # a step that is done is worth more than tiles of it
     training.flight.start_from(Start(Path(folder), identity, limits.tiles))
     _save_trace(training, Path(folder))
+    _save_records(training, Path(folder), events)
     return {"step": training.updates}
 
 
@@ -69,6 +76,23 @@ def _save_trace(training: Training, folder: Path) -> None:
         logger.warning("The trace up to step %s is not saved: %s", training.updates, error)
     else:
         training.trace.saved = following
+
+
+def _save_records(training: Training, folder: Path, events: Sequence[Event]) -> None:
+    """Add records and events since the last save to those beside the checkpoint, for `cleave report`."""
+    records, following = training.history.since(training.history.saved)
+    new = [(when, event) for when, event in events if when > training.told]
+    try:
+        append_lines(folder / FOLDER / "steps.jsonl", records)
+        append_lines(folder / FOLDER / "events.jsonl", new)
+        if training.lowered is not None:
+            watch = Watch(training)
+            write_story(folder, watch.standing(), watch.latest())
+    except (OSError, CheckpointError) as error:
+        logger.warning("Records up to step %s are not saved: %s", training.updates, error)
+    else:
+        training.history.saved = following
+        training.told = max([training.told, *(when for when, _ in new)])
 
 
 def restore_training(training: Training, folder: str, step: int | None, limits: Limits) -> dict[str, Any]:
@@ -89,6 +113,7 @@ def restore_training(training: Training, folder: str, step: int | None, limits: 
             tensor.copy_(to_tensor(state.arrays[_WEIGHTS + name]))
         training.abandon()
         training.updates = document["step"]
+        training.history.start_from(read_records(Path(folder), up_to=training.updates))
         training.random_state = bytes.fromhex(document["random_state"])
         interrupted = find_interrupted(Path(folder), state.identity)
         if _is_writer(training, folder, limits):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from threading import Lock
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from cleave_dask.errors import StepError
 from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.calibration import Calibration
 from cleave_dask.planning.cost import tile_flops
+from cleave_dask.planning.values import Plan
+from cleave_dask.runtime.history import History
 from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
@@ -67,6 +69,11 @@ class Training:
         self.values: dict[str, Any] = {}
         self.counters = Counters()
         self.trace = Recorder()
+        self.history = History()
+        self.told = 0.0  # when the last event happened that is on disk
+        self.programs = 0  # that were loaded so far
+        self.plans: deque[tuple[int, Plan]] = deque(maxlen=2)  # this one and the one before, each with its first row
+        self.began = time()  # when the last step began, by the clock of the trace
         self.flight = TilesInFlight()
         self.calibration = Calibration()
         self._losses: list[float] = []
@@ -97,6 +104,8 @@ class Training:
     def load(self, lowered: Lowered) -> None:
         """Take a program and its plan; the next step runs it."""
         self.lowered = lowered
+        self.programs += 1
+        self.plans.append((self.trace.count, lowered.plan))
         self.values.clear()
         self._deaths = [_deaths(lowered.graph, this) for this in lowered.schedule.rounds]
         self._constants = load_constants(lowered.graph)
@@ -107,6 +116,7 @@ class Training:
         self.step = step
         if not self._losses:
             self.counters = Counters()
+            self.began = time()
         self._gatherings = {}
         self.flight.begin(self.lowered, {name: to_wire(tensor) for name, tensor in batch.items()}, self.random_state)
         torch.set_rng_state(torch.frombuffer(bytearray(self.random_state), dtype=torch.uint8))
@@ -263,6 +273,7 @@ class Training:
         }
         if last:
             self._losses = []
+            self.history.add({**record, "ended": time()})
         self.values = {}
         self._gatherings = {}
         self.trace.seal()

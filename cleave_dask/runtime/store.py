@@ -6,6 +6,7 @@
       .writing-step-00000121.0008/   being written: readers ignore it, the next writer removes it if its writer died
       inflight-<digest>/             tiles of the step after the newest save (`tiles_in_flight`)
       trace/                         what happened, tile by tile (`trace`)
+      records/                       what happened, step by step (`history`)
 
 A step is written beside its place, synced to disk, and put in place by one atomic rename. Saving the same step again
 makes a new folder with the next save number, so nothing is ever overwritten; the newest step is the one saved last.

@@ -244,16 +244,36 @@ class Recorder:
                 self._held -= gone
                 self._dropped += gone
 
-    def since(self, number: int) -> tuple[Trace, int]:
-        """The rows from row `number` on, as far as they are kept, and the number to ask for next."""
+    @property
+    def count(self) -> int:
+        """Rows that were ever taken down."""
         with self._lock:
-            parts, first = [*self._sealed, Trace.of(self._rows)], self._dropped
+            return self._dropped + self._held + len(self._rows)
+
+    def parts(self, number: int) -> tuple[list[Trace], int]:
+        """The rows from row `number` on, as far as they are kept, step by step, and the number to ask for next."""
+        with self._lock:
+            sealed, first = list(self._sealed), self._dropped
+            packed = first + self._held
+            rows = self._rows[max(0, number - packed) :]
+            following = packed + len(self._rows)
         wanted = []
-        for part in parts:
+        for part in sealed:
             if first + len(part) > number:
                 wanted.append(part.where(slice(max(0, number - first), None)))
             first += len(part)
-        return Trace.joined(wanted), first
+        return [*wanted, *([Trace.of(rows)] if rows else [])], following
+
+    def since(self, number: int) -> tuple[Trace, int]:
+        """The same rows as one table."""
+        parts, following = self.parts(number)
+        return Trace.joined(parts), following
+
+    def last_sealed(self) -> tuple[Trace, int]:
+        """The rows of the last step that is over, and the number of the first of them."""
+        with self._lock:
+            last = self._sealed[-1] if self._sealed else Trace.of(())
+            return last, self._dropped + self._held - len(last)
 
 
 def _files() -> Any:

@@ -1,0 +1,253 @@
+"""A run as it can be shown: losses, tiles, devices, events, what binds. Facts go in, tables come out; no I/O.
+
+The dashboard feeds it with what is new since the last look, the report with what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cleave_dask.formatting import duration, quantity
+
+MOST_TILES = 4_000
+"""Newest tiles that are kept to be drawn."""
+
+MOST_EVENTS = 200
+BUSY = 0.3
+"""Share of a step below which no resource binds: then levels wait for each other."""
+
+STAGES = ("download", "compute", "upload", "verify")
+Column = np.ndarray[Any, np.dtype[Any]]
+GONE = ("left", "quarantined")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a resource was in the last step."""
+
+    resource: str
+    share: float  # of the step's seconds, of 1
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a device."""
+
+    when: float  # seconds since the epoch
+    kind: str
+    device: str
+    text: str
+
+
+class Story:
+    """Everything that is known of a run and its fleet."""
+
+    def __init__(self) -> None:
+        self.version = 0  # changes with every fact
+        self.runs = 0  # changes with every run
+        self.why = "nobody has looked yet"  # there is no run
+        self.run: str | None = None
+        self.plan: dict[str, Any] = {}
+        self.records: list[Mapping[str, Any]] = []
+        self.progress: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.sums: dict[str, Sequence[float]] = {}
+        self.tiles: dict[str, Column] = {}
+        self.tiles_seen = 0  # ever; the last of them is the last in `tiles`
+        self.events: list[Event] = []
+        self.present: dict[str, dict[str, Any]] = {}
+        self.silent: set[str] = set()
+        self.late: dict[str, int] = {}
+        self.gone: dict[str, str] = {}  # devices that were there, and what became of them
+        self.redone: dict[str, int] = {}  # tiles that were planned for a device and done by another
+        self.scheduler = 0.0
+        self.base = 0.0  # when the run began, on the clock of the tiles
+
+    # Facts go in
+
+    def take(self, facts: Mapping[str, Any]) -> None:
+        """Take what the feed says."""
+        self.version += 1
+        self.present = facts.get("devices", {})
+        self.silent = set(facts.get("silent", ()))
+        self.late = facts.get("late", {})
+        self.scheduler = facts.get("scheduler", 0.0)
+        self.why = facts.get("why", "")
+        for when, event in facts.get("events", ()):
+            self.tell(when, event)
+        if "run" in facts:
+            self.take_run(facts["run"])
+
+    def take_run(self, run: Mapping[str, Any]) -> None:
+        """Take what is new of a run; another run than before begins a new story."""
+        if run["run"] != self.run:
+            self.run, self.runs = run["run"], self.runs + 1
+            self.records, self.tiles, self.redone, self.sums, self.base = [], {}, {}, {}, 0.0
+        self.plan = run.get("plan", self.plan)
+        self.progress = run.get("progress", {})
+        self.summary = run.get("summary", {}) or self.summary
+        self.sums = run.get("sums", self.sums)
+        self.records.extend(run.get("records", ()))
+        if run.get("rows") is not None:
+            self._draw(run["rows"], run["names"])
+
+    def tell(self, when: float, event: Mapping[str, Any]) -> None:
+        """Take an event of the fleet."""
+        kind, device = str(event.get("action", "")), str(event.get("device", ""))
+        if kind in GONE:
+            self.gone[device] = kind
+        elif kind == "joined":
+            self.gone.pop(device, None)
+        parcels = event.get("parcels")
+        more = f"{parcels} parcel{'s' * (parcels != 1)} handed to others" if parcels else str(event.get("why", ""))
+        self.events = [*self.events, Event(when, kind, device, more)][-MOST_EVENTS:]
+
+    def _draw(self, rows: Mapping[str, Column], names: Mapping[str, Sequence[str]]) -> None:
+        """Keep the newest tiles; names in the place of numbers."""
+        count = len(rows["step"])
+        if not count:
+            return
+        named = {name: np.array([*names[name], ""], dtype=object)[rows[name]] for name in names}
+        new = {name: named.get(name, column) for name, column in rows.items()}
+        other = (new["planned"] != new["device"]) & (new["planned"] != "")
+        for device in new["planned"][other].tolist():
+            self.redone[device] = self.redone.get(device, 0) + 1
+        self.tiles = {
+            name: np.concatenate([self.tiles[name], column])[-MOST_TILES:] if self.tiles else column[-MOST_TILES:]
+            for name, column in new.items()
+        }
+        self.tiles_seen += count
+        if not self.base:
+            first = self.records[0] if self.records else {}
+            began = first.get("ended", float("inf")) - first.get("seconds", 0.0)
+            self.base = min(began, float(self.tiles["start"].min()))
+
+    # Tables come out
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The record of the newest step."""
+        return self.records[-1] if self.records else {}
+
+    @property
+    def names(self) -> list[str]:
+        """Every device of the plan, or that is here, or was."""
+        planned = self.plan.get("devices", {}).get("name", ())
+        known = dict.fromkeys([*planned, *self.present, *self.sums, *self.gone])
+        return sorted(known, key=_natural)
+
+    def state(self, device: str) -> str:
+        """What a device is now: here, late, paused, measuring, left or quarantined."""
+        facts = self.present.get(device)
+        if facts is None:
+            return self.gone.get(device, "left")
+        if facts.get("quarantined") or self.gone.get(device) == "quarantined":
+            return "quarantined"
+        if device in self.silent:
+            return "late"
+        if not facts.get("running", True):
+            return "paused"
+        return "measuring" if facts.get("measuring") else "here"
+
+    def devices(self) -> dict[str, list[Any]]:
+        """A row for each device: what it is, what it does, what it was planned to do and why."""
+        names, plan = self.names, self.plan.get("devices", {})
+        place = {name: number for number, name in enumerate(plan.get("name", ()))}
+        of_step = {name: number for number, name in enumerate(self.summary.get("device", ()))}
+        seen = self.summary.get("figures", {})
+        table: dict[str, list[Any]] = {column: [] for column in DEVICE_COLUMNS}
+        for name in names:
+            at, now, known = place.get(name), of_step.get(name), seen.get(name, {})
+            facts = {key: plan[key][at] for key in _FIGURES} if at is not None else {}
+            facts |= {key: self.present[name][key] for key in _FIGURES if key in self.present.get(name, {})} | known
+            sums = self.sums.get(name) or [0.0] * 5
+            row = {
+                "device": name,
+                "state": self.state(name),
+                **{key: float(facts.get(key, np.nan)) for key in _FIGURES},
+                "planned": plan["share"][at] if at is not None else 0.0,
+                "share": self.summary["share"][now] if now is not None else 0.0,
+                "tiles": int(sums[0]),
+                "taken_over": int(self.summary["taken_over"][now]) if now is not None else 0,
+                "down_bytes": sums[3],
+                "up_bytes": sums[4],
+                "late": self.late.get(name, 0),
+                "rejected": int(sums[2]),
+                "why": plan["why"][at] if at is not None else _unplanned(self.state(name)),
+            }
+            for column, value in row.items():
+                table[column].append(value)
+        return table
+
+    def loads(self) -> list[Load]:
+        """How busy each resource was in the last step, the busiest first."""
+        record, seconds = self.last, self.last.get("seconds", 0.0)
+        if not seconds or not self.summary.get("device"):
+            return []
+        spent, server = record.get("spent", {}), self.plan.get("server", {})
+        found = []
+        for stage, resource in zip(STAGES, ("downlink", "compute", "uplink"), strict=False):
+            busy = np.array(self.summary["busy"][stage]) / seconds
+            top = int(busy.argmax())
+            note = f"mean of {len(busy)} devices; most on {self.summary['device'][top]}: {min(1, busy[top]):.0%}"
+            found.append(Load(resource, min(1.0, float(busy.mean())), note))
+        own = (spent.get("rounds", 0.0) + spent.get("update", 0.0)) / seconds
+        found.append(Load("server compute", min(1.0, own), "its own ops and the optimizer"))
+        checks = spent.get("gather", 0.0) / seconds
+        found.append(Load("verification", min(1.0, checks), "checking tiles and putting them together"))
+        for link, moved in (("egress", "down_bytes"), ("ingress", "up_bytes")):
+            if server.get(link):
+                note = f"{quantity(record.get(moved, 0) / seconds, 'B/s')} of {quantity(server[link], 'B/s')}"
+                found.append(Load(f"server {link}", record.get(moved, 0) / seconds / server[link], note))
+        if self.scheduler:
+            found.append(Load("scheduler", min(1.0, self.scheduler), "of its one thread"))
+        return sorted(found, key=lambda load: -load.share)
+
+    def binding(self) -> str:
+        """The resource that binds now, in words."""
+        loads = self.loads()
+        if not loads:
+            return "nothing is measured yet"
+        planned = f"; planned: {self.plan['binding']}" if self.plan.get("binding") else ""
+        if loads[0].share < BUSY:
+            return f"latency binds: no resource is busy for more than {loads[0].share:.0%} of a step{planned}"
+        return f"{loads[0].resource} binds: busy {loads[0].share:.0%} of a step{planned}"
+
+    def headline(self) -> list[tuple[str, str, str]]:
+        """Label, value and note of the most important numbers."""
+        last, states = self.last, [self.state(name) for name in self.names]
+        here = sum(state not in GONE for state in states)
+        trouble = ", ".join(f"{states.count(kind)} {kind}" for kind in (*GONE, "late", "paused") if kind in states)
+        seconds = f"{duration(self.plan['seconds'])} planned" if self.plan.get("seconds") else ""
+        moved = f"{quantity(last.get('up_bytes', 0), 'B')} up a step" if last else ""
+        first = f"from {self.records[0]['loss']:.4f}" if self.records else ""
+        return [
+            ("step", f"{last['step']:,}" if last else "0", f"run {self.run}" if self.run else ""),
+            ("loss", f"{last['loss']:.4f}" if last else "none yet", first),
+            ("a step", duration(last["seconds"]) if last else "none yet", seconds),
+            ("devices", f"{here:,}", trouble or "all well"),
+            ("moved", f"{quantity(last.get('down_bytes', 0), 'B')} down" if last else "nothing yet", moved),
+        ]
+
+
+DEVICE_COLUMNS = (
+    *("device", "state", "down", "up", "flops", "latency", "planned", "share", "tiles", "taken_over"),
+    *("down_bytes", "up_bytes", "late", "rejected", "why"),
+)
+_FIGURES = ("down", "up", "flops", "latency")
+
+
+def _unplanned(state: str) -> str:
+    return "its tiles went to others" if state in GONE else "joined after the plan was made"
+
+
+def _natural(name: str) -> tuple[str, int, str]:
+    """device-2 before device-10."""
+    stem = name.rstrip("0123456789")
+    number = name[len(stem) :]
+    return stem, int(number) if number else -1, name
