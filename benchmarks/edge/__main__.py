@@ -87,7 +87,7 @@ def measure_setting(
     """One system after another; each row is shown and kept as soon as it is there."""
     known = systems(shaping)
     titles = {name: system.title for name, system in known.items()}
-    true = reference(setting, effort.steps)
+    true = reference(setting, effort.steps + 1, rows.load(file) if file else ())
     done: list[Row] = []
     for name in wanted:
         console.print(f"{setting.name}: {titles[name]} ...")
@@ -108,7 +108,7 @@ def write(known: Sequence[Row], console: Console) -> int:
     for setting in SETTINGS.values():
         mine = sorted((row for row in known if row.setting == setting.name), key=lambda row: order.index(row.system))
         if mine:
-            true = reference(setting, max(len(row.losses) for row in mine))
+            true = reference(setting, max(len(row.losses) for row in mine), known)
             parts.append(report.markdown(setting, mine, titles, true))
             if setting is next(iter(SETTINGS.values())):
                 report.plot(setting, mine, titles, PICTURE)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from statistics import median
 
 from benchmarks import memory
@@ -40,9 +41,12 @@ def alone(setting: Setting, effort: Effort) -> Row:
     )
 
 
-def reference(setting: Setting, steps: int) -> tuple[float, ...]:
-    """The losses that every system should have: those of one process."""
-    return alone(setting, Effort(steps, float("inf"))).losses
+def reference(setting: Setting, steps: int, known: Iterable[Row] = ()) -> tuple[float, ...]:
+    """The losses that every system should have after so many steps: those of one process."""
+    for row in known:
+        if (row.setting, row.system) == (setting.name, "alone") and len(row.losses) >= steps:
+            return row.losses
+    return alone(setting, Effort(steps - 1, inf)).losses
 
 
 def volunteers(setting: Setting, effort: Effort) -> Row:
