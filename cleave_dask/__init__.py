@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from cleave_dask.runtime.trainer import Trainer
     from cleave_dask.runtime.verification import verify_tile
     from cleave_dask.simulation.baselines.comparison import compare
+    from cleave_dask.simulation.hollow import HollowFleet
     from cleave_dask.simulation.local import LocalFleet
     from cleave_dask.simulation.simulator import simulate
     from cleave_dask.views.tracking import track
@@ -67,6 +68,7 @@ __all__ = [
     "Fleet",
     "FleetError",
     "Gemm",
+    "HollowFleet",
     "InputError",
     "Link",
     "LocalFleet",
@@ -100,6 +102,7 @@ _LAZY = {
     "Device": "cleave_dask.fleet.devices",
     "Fleet": "cleave_dask.fleet.devices",
     "Gemm": "cleave_dask.graph.ir",
+    "HollowFleet": "cleave_dask.simulation.hollow",
     "Link": "cleave_dask.fleet.devices",
     "LocalFleet": "cleave_dask.simulation.local",
     "Plan": "cleave_dask.planning.values",

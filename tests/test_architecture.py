@@ -40,6 +40,7 @@ DOORS: dict[str, dict[str, str]] = {
         "runtime/optimizers.py": "runs any torch.optim optimizer in place",
         "runtime/export.py": "writes weights that other tools load",
         "views/scalars.py": "writes TensorBoard's files",
+        "simulation/hollow_server.py": "a server whose tensors are on the meta device",
     },
     "transformers": {"graph/*": "architectures from a config; attention kept whole"},
     "distributed": {

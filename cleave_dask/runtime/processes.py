@@ -28,6 +28,9 @@ from cleave_dask.runtime.roles import Role
 START_TIMEOUT = 120.0
 """Seconds within which all processes must have joined; importing torch on a busy machine takes a while."""
 
+JOINING = 0.5
+"""Seconds added to that for each of them."""
+
 _QUIET = {
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
     "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "2s",
@@ -65,16 +68,20 @@ HERE = Place()
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker to start: options of `dask worker`, threads of its kernel, settings in its environment."""
+    """A worker to start: options of `dask worker`, threads of its kernel, settings in its environment.
+
+    Or a program that holds many light workers: its module and arguments, after the scheduler's address.
+    """
 
     options: tuple[str, ...]
     threads: int = 1
     settings: Mapping[str, str] = field(default_factory=dict)
     place: Place = HERE
+    holds: tuple[str, ...] = ()  # names of the workers that join from such a program
 
 
 class DaskProcess(ProcessInterface):
-    """A `dask ...` process with its own log file."""
+    """A process that runs a Python module, such as `dask`, with its own log file."""
 
     def __init__(
         self, name: str, folder: str, place: Place, arguments: Iterable[str], environment: Mapping[str, str]
@@ -92,7 +99,7 @@ class DaskProcess(ProcessInterface):
         environment = {**os.environ, **_QUIET, **self._environment, VARIABLE: str(os.getpid())}
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(*self._prefix, sys.executable, "-m", "dask", *self._arguments),
+                *(*self._prefix, sys.executable, "-m", *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -128,7 +135,16 @@ class SchedulerProcess(DaskProcess):
     def __init__(self, folder: str, place: Place, dashboard: str) -> None:
         self._file = Path(folder) / "scheduler.json"
         arguments = (
-            *("scheduler", "--host", place.host, "--port", str(place.port), "--scheduler-file", str(self._file)),
+            *(
+                "dask",
+                "scheduler",
+                "--host",
+                place.host,
+                "--port",
+                str(place.port),
+                "--scheduler-file",
+                str(self._file),
+            ),
             *("--dashboard-address", dashboard, *_WATCHED, "--preload", "cleave_dask.runtime.scheduler"),
             *("--preload", "cleave_dask.views.dashboard", *place.options("scheduler")),
         )
@@ -152,13 +168,23 @@ class WorkerProcess(DaskProcess):
 
     def __init__(self, scheduler: str, *, name: str, folder: str, spec: WorkerSpec) -> None:
         where = ("--name", name, "--host", spec.place.host, "--local-directory", folder)
-        arguments = ("worker", scheduler, "--no-nanny", "--no-dashboard", *where, *_WATCHED, *spec.options)
+        arguments = ("dask", "worker", scheduler, "--no-nanny", "--no-dashboard", *where, *_WATCHED, *spec.options)
         environment = {**dict.fromkeys(_THREADS, str(spec.threads)), **spec.settings}
         super().__init__(name, folder, spec.place, arguments, environment)
 
 
+class HostProcess(DaskProcess):
+    """A program that holds many light workers."""
+
+    def __init__(self, scheduler: str, *, name: str, folder: str, spec: WorkerSpec) -> None:
+        module, *arguments = spec.options
+        super().__init__(name, folder, spec.place, (module, scheduler, *arguments), dict(spec.settings))
+
+
 class ServedCluster(SpecCluster):
     """A scheduler and a server on this machine, in one place, and workers by name."""
+
+    preload = "cleave_dask.runtime.server"  # what makes a worker the server
 
     def __init__(
         self,
@@ -170,14 +196,17 @@ class ServedCluster(SpecCluster):
     ) -> None:
         self.folder = mkdtemp(prefix="cleave-")  # logs, until it is closed
         self.server_name = str(config.get("server.name"))
-        options = ("--nthreads", "1", "--memory-limit", "0", "--preload", "cleave_dask.runtime.server")
+        options = ("--nthreads", "1", "--memory-limit", "0", "--preload", self.preload)
         threads = os.cpu_count() or 1
         server = WorkerSpec((*options, *place.options("server")), threads, settings=place.settings, place=place)
         everyone = {self.server_name: server, **(workers or {})}
         address = {"folder": self.folder, "place": place, "dashboard": dashboard}
         super().__init__(
             workers={
-                worker: {"cls": WorkerProcess, "options": {"name": worker, "folder": self.folder, "spec": spec}}
+                worker: {
+                    "cls": HostProcess if spec.holds else WorkerProcess,
+                    "options": {"name": worker, "folder": self.folder, "spec": spec},
+                }
                 for worker, spec in everyone.items()
             },
             scheduler={"cls": SchedulerProcess, "options": address},
@@ -186,14 +215,14 @@ class ServedCluster(SpecCluster):
             silence_logs=False,
         )
         try:
-            self.sync(self._joined, set(everyone))
+            self.sync(self._joined, {name for worker, spec in everyone.items() for name in spec.holds or (worker,)})
         except BaseException:
             self.close()
             raise
 
     async def _joined(self, wanted: set[str]) -> None:
         """Wait until everyone has joined; a process that died on the way is shown with its log."""
-        deadline = asyncio.get_running_loop().time() + START_TIMEOUT
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT + JOINING * len(wanted)
         while True:
             comm: Any = self.scheduler_comm
             info = await comm.identity()
@@ -224,6 +253,13 @@ class ServedCluster(SpecCluster):
     def pid(self, name: str) -> int:
         """Process id of a worker of this cluster."""
         pid: int = self.workers[name].process.pid
+        return pid
+
+    @property
+    def scheduler_pid(self) -> int:
+        """Process id of the scheduler."""
+        scheduler: Any = self.scheduler
+        pid: int = scheduler.process.pid
         return pid
 
     @property

@@ -22,7 +22,7 @@ from distributed import Worker
 from distributed.protocol import to_serialize
 
 from cleave_dask._version import __version__
-from cleave_dask.errors import StepError
+from cleave_dask.errors import InputError, StepError
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.lowering import lower
@@ -33,7 +33,7 @@ from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
 from cleave_dask.runtime.server_watching import Watch
-from cleave_dask.runtime.wire import to_wire
+from cleave_dask.runtime.wire import is_hollow, to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ Result = TypeVar("Result")
 
 class ServerRuntime:
     """Everything the server keeps, by the name of the run it belongs to."""
+
+    training_type = Training
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -124,10 +126,14 @@ class ServerRuntime:
             if training.client not in present:
                 logger.info("Run %s is dropped: its client %s has left", name, training.client)
                 self.cleave_close(name)
-        self.trainings[run] = Training(run, client, Settings(**settings), random_state)
+        self.trainings[run] = self.training_type(run, client, Settings(**settings), random_state)
 
     def cleave_put(self, run: str, name: str, array: Array, dtype: str, role: str) -> None:
         """One weight or buffer; `role` is "param", "frozen" or "buffer"."""
+        if is_hollow(array):
+            raise InputError(
+                f"{name!r} has no numbers: the module is on the meta device, which trains on hollow devices"
+            )
         tensor = from_wire(array, dtype).clone()  # the frames of a message are read-only
         weight = torch.nn.Parameter(tensor, requires_grad=role == "param") if role != "buffer" else tensor
         self._training(run).weights[name] = weight

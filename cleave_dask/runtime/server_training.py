@@ -108,7 +108,15 @@ class Training:
         self.plans.append((self.trace.count, lowered.plan))
         self.values.clear()
         self._deaths = [_deaths(lowered.graph, this) for this in lowered.schedule.rounds]
-        self._constants = load_constants(lowered.graph)
+        self._constants = self.constants()
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The constants of the program, by source."""
+        return load_constants(self.graph)
+
+    def loss(self) -> float:
+        """The loss of the step in flight, once its rounds are done."""
+        return float(self.read(self.graph.loss))
 
     def begin(self, step: int, batch: Mapping[str, torch.Tensor]) -> None:
         """Start a step on a batch; whatever an unfinished step left behind is dropped."""
@@ -240,7 +248,7 @@ class Training:
     def finish(self, step: int) -> dict[str, Any]:
         """End of a step: keep its gradients, and update the weights when the last micro-batch is in."""
         self._check_step(step)
-        loss = float(self.values[self.graph.loss])
+        loss = self.loss()
         if not isfinite(loss):
             self.abandon()
             raise StepError(

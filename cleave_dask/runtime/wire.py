@@ -23,8 +23,10 @@ def to_wire(array: Any) -> Array:
     """A numpy array or torch tensor as the array to send: the same memory where that is contiguous, else a copy.
 
     Contiguous means in C or in Fortran order, for kernels take both. A matrix that is neither is copied along its
-    memory, anything else into C order.
+    memory, anything else into C order. A tensor on the meta device has no numbers: it travels as a `hollow` array.
     """
+    if getattr(array, "is_meta", False):
+        return hollow(tuple(array.shape), dtype_name(array))
     if isinstance(array, np.ndarray):
         sent = array.view(np.uint16) if dtype_name(array) == "bfloat16" else array
     else:
@@ -32,6 +34,16 @@ def to_wire(array: Any) -> Array:
     if sent.flags.c_contiguous or sent.flags.f_contiguous:
         return sent
     return sent.copy(order="K" if sent.ndim == 2 and 0 not in sent.strides else "C")
+
+
+def hollow(shape: tuple[int, ...], dtype: str) -> Array:
+    """An array that has a shape and no numbers: it takes, and Dask sends, one number whatever its size."""
+    return np.broadcast_to(np.zeros((), wire_dtype(dtype)), shape)
+
+
+def is_hollow(array: Array) -> bool:
+    """Whether an array has no numbers of its own: no tensor that has some travels with a stride of zero."""
+    return array.size > 1 and 0 in array.strides
 
 
 def _from_torch(tensor: Any) -> Array:
