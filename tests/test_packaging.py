@@ -51,7 +51,8 @@ def test_a_device_install_needs_nothing_heavy(wheel: ZipFile) -> None:
     text = wheel.read(f"cleave_dask-{cleave_dask.__version__}.dist-info/METADATA").decode()
     required = Parser().parsestr(text).get_all("Requires-Dist", [])
     base = {line.partition(">")[0] for line in required if "extra ==" not in line}
-    assert base == {"click", "cryptography", "dask", "distributed", "numpy", "pyyaml", "rich", "threadpoolctl"}
+    wanted = {"click", "cryptography", "dask", "distributed", "numpy", "psutil", "pyyaml", "rich", "threadpoolctl"}
+    assert base == wanted
 
 
 def test_the_version_has_one_source() -> None:

@@ -133,7 +133,7 @@ def _settings() -> Finding:
     from cleave_dask import config
     from cleave_dask.errors import CleaveError
     from cleave_dask.resources import nearest
-    from cleave_dask.runtime.lending import read_settings
+    from cleave_dask.runtime.lending import read_reasons, read_settings
 
     path = Path(config.__file__).with_name("cleave.yaml")
     known = set(_keys(yaml.safe_load(path.read_text())["cleave"]))
@@ -143,6 +143,7 @@ def _settings() -> Finding:
         return note("settings", f"'cleave.{unknown[0]}' is no setting; {nearest(unknown[0], known)}", where)
     try:
         read_settings(cores=1, memory=int(LEAST_MEMORY))
+        read_reasons()
     except CleaveError as error:
         return bad("settings", str(error), where)
     return good("settings", f"{len(known)} in {path.name}, all read")

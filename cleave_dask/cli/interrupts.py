@@ -27,8 +27,9 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            hangup: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
+            for number in (signal.SIGINT, signal.SIGTERM, *([hangup] if hangup is not None else [])):
+                if number is not hangup or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                     self._previous[number] = signal.signal(number, self._receive)
         return self
 

@@ -16,11 +16,13 @@ from typing import Any, overload
 import numpy as np
 
 from cleave_dask.fleet.devices import Fleet
-from cleave_dask.formatting import duration, html_table, quantity
+from cleave_dask.formatting import duration, html_bar, html_table, quantity
 from cleave_dask.graph.ir import Range, StepGraph
 from cleave_dask.planning.growing import growing_order
 
 Column = np.ndarray[Any, np.dtype[np.int32]]
+
+_SHOWN = 8  # devices that a notebook shows of a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class LevelCost:
     filler: bool  # gradients of weights: they run beside later levels and hold up none
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Tiles placed on devices, with what that is predicted to cost. A gemm without tiles runs on the server."""
 
@@ -180,8 +182,24 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join([self._headline, *(f"  {name}: {value}" for name, value in self._facts)])
 
+    def __repr__(self) -> str:
+        return f"<{self._headline}>"
+
     def _repr_html_(self) -> str:
-        return html_table(("", ""), self._facts, caption=self._headline)
+        """The facts, and the devices with the most to do."""
+        busiest = sorted(self.busy, key=lambda name: -self.busy[name])
+        rows = [
+            (
+                device,
+                html_bar([("#2b6cb0", self.busy[device] / self.seconds, duration(self.busy[device]))]),
+                duration(self.busy[device]),
+                self.why(device),
+            )
+            for device in busiest[:_SHOWN]
+        ]
+        more = f" ({len(busiest) - _SHOWN:,} more devices)" if len(busiest) > _SHOWN else ""
+        facts = html_table(("", ""), self._facts, caption=self._headline)
+        return facts + html_table(("device", "busy", "", "why"), rows, caption=f"The busiest{more}") if rows else facts
 
     @property
     def _headline(self) -> str:

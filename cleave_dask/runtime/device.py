@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -30,9 +29,9 @@ from cleave_dask.errors import CleaveError
 from cleave_dask.runtime.clock import ServerClock
 from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
-from cleave_dask.runtime.lending import Lent, read_settings
+from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
-from cleave_dask.runtime.pausing import watch_pause_file
+from cleave_dask.runtime.pausing import pause_while
 from cleave_dask.runtime.tiles import MANY, ParcelSpec, SliceName, TileSpec, slice_names
 
 logger = logging.getLogger(__name__)
@@ -230,7 +229,7 @@ async def dask_setup(worker: Worker) -> None:
     usable = (manager.memory_limit or MEMORY_LIMIT) * (manager.memory_pause_fraction or 1.0)  # above it Dask pauses
     available = int(usable) - worker.monitor.proc.memory_info().rss
     try:
-        lent = read_settings(cores=worker.state.nthreads, memory=available)
+        lent, why = read_settings(cores=worker.state.nthreads, memory=available), read_reasons()
     except CleaveError as error:  # Dask would only log it, and go on as a worker that is no device
         raise SystemExit(f"this device cannot start: {error}") from error
     runtime = DeviceRuntime(worker, lent)
@@ -252,9 +251,8 @@ async def dask_setup(worker: Worker) -> None:
     if lent.missing:
         measuring = measure_in_turn(worker, runtime.kernel, runtime.links, runtime.multiplier, missing=lent.missing)
         runtime.background.append(asyncio.create_task(measuring))
-    if config.get("device.pause_file") is not None:
-        watching = watch_pause_file(worker, Path(config.get("device.pause_file")))
-        runtime.background.append(asyncio.create_task(watching))
+    if why is not None:
+        runtime.background.append(asyncio.create_task(pause_while(worker, why)))
 
 
 def dask_teardown(worker: Worker) -> None:

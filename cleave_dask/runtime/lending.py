@@ -1,14 +1,16 @@
-"""What an owner lends of a device, as its settings say: cores, memory, links, and figures to plan with."""
+"""What an owner lends of a device, as its settings say: cores, memory, links, when, and figures to plan with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from cleave_dask import config
 from cleave_dask.errors import InputError
 from cleave_dask.fleet.units import Dimension, parse
 from cleave_dask.runtime.kernels import Kernel, load_kernel
+from cleave_dask.runtime.pausing import Reason, reasons
 from cleave_dask.runtime.shaping import Lane, Links, SlowedKernel
 
 FIGURES: dict[str, Dimension] = {"flops": "flop/s", "down": "bytes/s", "up": "bytes/s", "latency": "seconds"}
@@ -49,6 +51,16 @@ def read_settings(*, cores: int, memory: int) -> Lent:
         raise InputError("its memory limit leaves nothing for tiles; give a higher --memory-limit, 512 MB or more")
     lent = amount("memory", "bytes")
     return Lent(kernel, links, _cores(cores), memory if lent is None else min(memory, int(lent)), figures)
+
+
+def read_reasons() -> Reason | None:
+    """The owner's reasons to pause, as the settings say; None if there is none."""
+    wishes = {name: config.get(f"device.{name}") for name in ("only_on_mains", "only_when_idle")}
+    for name, wish in wishes.items():
+        if not isinstance(wish, bool):
+            raise InputError(f"setting 'cleave.device.{name}' is {wish!r}; give true or false")
+    file = config.get("device.pause_file")
+    return reasons(file=None if file is None else Path(file), **wishes)
 
 
 def amount(key: str, dimension: Dimension) -> float | None:

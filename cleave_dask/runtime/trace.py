@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from cleave_dask.errors import InputError
-from cleave_dask.formatting import duration, html_table, quantity
+from cleave_dask.formatting import Markup, duration, html_bar, html_table, quantity
 
 COLUMNS: Mapping[str, str] = {
     "step": "int32",  # the update that it worked for, counted from 1 as in a step's record
@@ -44,6 +44,8 @@ COLUMNS: Mapping[str, str] = {
 }
 NAMED = ("gemm", "device", "outcome")
 PARTS = ("queued", "download", "compute", "upload", "verify")
+COLOURS = dict(zip(PARTS, ("#cbd5e0", "#2b6cb0", "#dd6b20", "#38a169", "#805ad5"), strict=True))
+_SHOWN = 16  # devices that a notebook shows of a trace
 ACCEPTED, DUPLICATE = "accepted", "duplicate"
 """Outcomes; any other one says why the tile was rejected."""
 
@@ -201,15 +203,24 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """A line per device."""
-        header = ("device", "tiles", "accepted", *PARTS, "down", "up")
+        header = ("device", "", "tiles", "accepted", *PARTS, "down", "up")
+        table = self.by_device()
+        longest = max((sum(row[part] for part in PARTS) for row in table), default=0.0) or 1.0
         rows = [
             (
-                *(row["device"], row["tiles"], row["accepted"], *(duration(row[part]) for part in PARTS)),
+                *(row["device"], _bar(row, longest), row["tiles"], row["accepted"]),
+                *(duration(row[part]) for part in PARTS),
                 *(quantity(row["down_bytes"], "B"), quantity(row["up_bytes"], "B")),
             )
-            for row in self.by_device()
+            for row in sorted(table, key=lambda row: -row["tiles"])[:_SHOWN]
         ]
-        return html_table(header, rows, caption=f"Trace: {self._headline}")
+        more = f" ({len(table) - _SHOWN:,} more devices)" if len(table) > _SHOWN else ""
+        return html_table(header, rows, caption=f"Trace: {self._headline}{more}")
+
+
+def _bar(row: Mapping[str, Any], longest: float) -> Markup:
+    """The parts of a device's tiles side by side, as long as they took beside the longest."""
+    return html_bar([(COLOURS[part], row[part] / longest, f"{part} {duration(row[part])}") for part in PARTS])
 
 
 class Recorder:

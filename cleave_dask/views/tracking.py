@@ -70,7 +70,7 @@ def line(records: Sequence[Mapping[str, Any]], total: int | None, *, end: bool =
     of = f"/{total}" if total else ""
     facts = [f"step {len(records)}{of}", f"loss {latest['loss']:.4f}", duration(latest["seconds"])]
     if latest["retries"]:
-        facts.append(f"{latest['retries']:,} retries")
+        facts.append(f"{latest['retries']:,} tiles twice")
     return "  ".join(facts) + ("\n" if end else "")
 
 
@@ -83,7 +83,7 @@ def render(records: Sequence[Mapping[str, Any]], total: int | None) -> str:
     facts = f"{duration(spent)} gone{left}; {latest['tiles']:,} tiles a step, {quantity(moved, 'B')} moved"
     retries = sum(record["retries"] for record in records)
     if retries:
-        facts += f", {retries:,} tiles sent again"
+        facts += f", {retries:,} tiles came twice"
     bar = f'<progress value="{done}" max="{total}" style="width:{_WIDE:.0f}px"></progress><br/>' if total else ""
     head = f"step {done:,}{f' of {total:,}' if total else ''}: <b>loss {latest['loss']:.4f}</b>"
     curve = draw_curve([record["loss"] for record in records])
