@@ -1,10 +1,8 @@
-"""Memory of processes as Linux counts it: resident bytes, their peak since a reset, and a hard limit."""
+"""Memory of processes as Linux counts it: resident bytes, and their peak since a reset."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import resource
 from pathlib import Path
 
 
@@ -18,19 +16,9 @@ def peak(pid: int | str = "self") -> int:
     return _status(pid, "VmHWM")
 
 
-def data(pid: int | str = "self") -> int:
-    """Bytes that a process has asked for, touched or not: what `limit_data` limits."""
-    return _status(pid, "VmData")
-
-
 def reset_peak(pid: int | str = "self") -> None:
     """Let the peak begin anew with what is resident now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def limit_data(nbytes: int, pid: int = 0) -> None:
-    """From here on, whoever would have more than so many bytes gets an error instead. 0 is this process."""
-    resource.prlimit(pid or os.getpid(), resource.RLIMIT_DATA, (nbytes, resource.RLIM_INFINITY))
 
 
 def give_back() -> None:

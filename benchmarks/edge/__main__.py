@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ def main() -> int:
         return 2
     if shaping == "namespaces" and (left := remove_leftovers()):
         console.print(f"removed {len(left)} namespaces that an earlier run left behind")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends this politely wants it to clean up, too
     effort = Effort(1 if options.quick else options.steps, options.budget)
     try:
         for name in options.settings:

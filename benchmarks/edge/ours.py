@@ -11,16 +11,13 @@ import torch
 
 from benchmarks import memory
 from benchmarks.edge.rows import Row
-from benchmarks.edge.settings import Setting
+from benchmarks.edge.settings import Setting, require_memory
 from benchmarks.edge.timing import LEARNING_RATE, Effort, timed
 from benchmarks.trace import row_seconds
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.trace import PARTS, Column, Trace
 from cleave_dask.runtime.trainer import Planner, Trainer
 from cleave_dask.simulation.local import LocalFleet, Shaping
-
-PROCESS = 16_000_000
-"""Bytes that a device's process may grow by beside its tiles where memory is capped: buffers, threads."""
 
 STATES = ("upload", "compute", "download", "queued", "nothing")
 """What a device is doing at an instant: the first of these that any of its tiles is in."""
@@ -35,8 +32,6 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
         before = {name: memory.resident(pid) for name, pid in local.pids.items()}
         for pid in local.pids.values():
             memory.reset_peak(pid)
-            if setting.cap is not None:
-                memory.limit_data(memory.data(pid) + setting.cap + PROCESS, pid)
 
         def counters() -> tuple[int, ...]:
             if local.network is None:
@@ -45,6 +40,8 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
 
         with Trainer(module, optimizer, client, plan=_planner(system), replan=False) as trainer:
             seen = timed(lambda batch: trainer.step(**batch), setting.llama, effort, counters=counters)
+            peaks = tuple(memory.peak(local.pids[name]) - before[name] for name in names)
+            require_memory(max(peaks), setting.cap)
             last = trainer.trace.of_step(len(seen.losses))
             return Row(
                 setting.name,
@@ -55,7 +52,7 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
                 losses=tuple(loss for loss in seen.losses if loss is not None),
                 down=seen.counted[::2],
                 up=seen.counted[1::2],
-                memory=tuple(memory.peak(local.pids[name]) - before[name] for name in names),
+                memory=peaks,
                 plan_seconds=trainer.plan.seconds,
                 bound_seconds=trainer.plan.bound_seconds,
                 spent=spent(last, seen.seconds[-1]),

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import memory
+from benchmarks.edge.settings import require_memory
 from benchmarks.edge.timing import Effort, Step, timed
 from benchmarks.models import Llama
 from cleave_dask.runtime.parent import dask_setup as live_with_parent
@@ -100,13 +101,16 @@ def run(job: Job) -> list[dict[str, Any]]:
 def measure(job: Job, variant: str, build: Callable[[Job, str], Step]) -> dict[str, Any]:
     """One variant. Memory counts from before the model was there; a whole model that is cut up on the way does not."""
     memory.give_back()
-    before, limit = memory.resident(), memory.data() + (job.cap or 0)
+    before = memory.resident()
     step = build(job, variant)
     memory.give_back()
     memory.reset_peak()
-    if job.cap is not None:
-        memory.limit_data(limit)
-    seen = timed(step, job.llama, job.effort, counters=carried, fence=dist.barrier, agree=_agree)
+
+    def fence() -> None:
+        dist.barrier()
+        require_memory(memory.peak() - before, job.cap)
+
+    seen = timed(step, job.llama, job.effort, counters=carried, fence=fence, agree=_agree)
     return {
         "variant": variant,
         "losses": seen.losses,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.models import Llama
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.formatting import quantity
 
 MBIT = 1e6 / 8
 """Bytes per second."""
@@ -26,7 +27,7 @@ OURS = ("cleave",)
 EVEN = ("cleave-even",)
 PIPELINES = ("gpipe", "1f1b", "data-pipeline")
 SHARDED = ("ddp", "ddp-bf16", "fsdp", "tensor")
-OTHERS = ("dask", "hivemind")
+OTHERS = ("dask-blocks", "dask-grid", "dask-rows", "hivemind")
 ALONE = ("alone",)
 
 
@@ -39,11 +40,17 @@ class Setting:
     fleet: Fleet
     llama: Llama
     systems: tuple[str, ...]
-    cap: int | None = None  # bytes that a device can hold, enforced
+    cap: int | None = None  # bytes that a device can hold; who needs more has failed
 
     def quick(self) -> Setting:
         """The same fleet with a model that takes seconds."""
         return replace(self, llama=TINY)
+
+
+def require_memory(needed: int, cap: int | None) -> None:
+    """Raise if a device's peak is more than it has."""
+    if cap is not None and needed > cap + PROCESS:
+        raise MemoryError(f"needs {quantity(needed, 'B')} on a device, which has {quantity(cap, 'B')}")
 
 
 def fleet(links: Iterable[tuple[float, float]], memory: float = 1e9) -> Fleet:
@@ -60,6 +67,9 @@ def fleet(links: Iterable[tuple[float, float]], memory: float = 1e9) -> Fleet:
 CAP = 48_000_000
 """Bytes, of the devices of `capped`: the weights of one layer of its model are 51 MB, with their gradients and the
 optimizer's state 205 MB."""
+
+PROCESS = 16_000_000
+"""Bytes that a process may grow by beside what it trains with where memory is capped: buffers, threads."""
 
 UNEVEN = [(200.0, 20.0), (100.0, 10.0), (50.0, 5.0), (20.0, 4.0)] * 2
 

@@ -25,13 +25,13 @@ from torch import nn
 
 from benchmarks import memory
 from benchmarks.edge.processes import Processes
-from benchmarks.edge.rows import Row, best
+from benchmarks.edge.rows import Row
 from benchmarks.edge.settings import Setting
-from benchmarks.edge.timing import Effort, Timed, timed, updates
+from benchmarks.edge.timing import Effort, timed, updates
 from cleave_dask.simulation.network import Network
 
 PORT = 8786
-START = "300s"
+START = 300.0  # seconds
 VARIANTS = ("blocks", "grid", "rows")
 
 Array = Any
@@ -39,49 +39,44 @@ Product = Callable[[Array, Array], Any]
 """Two numpy arrays to the dask array of their product."""
 
 
-def run(setting: Setting, effort: Effort) -> Row:
-    """Every variant on one setting, in a network and a cluster of its own; the fastest is the row."""
-    seen: dict[str, tuple[Timed, list[int]]] = {}
-    for variant in VARIANTS:
-        seen[variant] = _measured(setting, effort, variant)
-    name = VARIANTS[best([(variant, seen[variant][0].seconds) for variant in VARIANTS])]
-    steps, peaks = seen[name]
-    others = ", ".join(f"{other} {median(seen[other][0].seconds):.0f} s" for other in VARIANTS if other != name)
-    return Row(
-        setting.name,
-        "dask",
-        seconds=median(steps.seconds),
-        steps=len(steps.seconds),
-        warm=steps.warm,
-        losses=tuple(loss for loss in steps.losses if loss is not None),
-        down=steps.counted[::2],
-        up=steps.counted[1::2],
-        memory=tuple(peaks),
-        note=f"{name}; others: {others}",
-    )
-
-
-def _measured(setting: Setting, effort: Effort, variant: str) -> tuple[Timed, list[int]]:
+def run(variant: str, setting: Setting, effort: Effort) -> Row:
+    """One variant on one setting, in a network and a cluster of its own."""
     names = [device.name for device in setting.fleet.devices]
     with Network(setting.fleet) as network, Processes() as processes:
-        address = f"tcp://{network.address()}:{PORT}"
-        start = [sys.executable, "-W", "ignore", "-m", "dask"]
-        watched = ["--no-dashboard", "--preload", "cleave_dask.runtime.parent"]
-        listening = ["--host", network.address(), "--port", str(PORT)]
-        processes.start("scheduler", [*network.enter(), *start, "scheduler", *listening, *watched])
-        for name in names:
-            where = ["--name", name, "--host", network.address(name), "--local-directory", str(processes.folder)]
-            options = ["--no-nanny", "--nthreads", "1", "--memory-limit", "0", *where, *watched]
-            one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            processes.start(name, [*network.enter(name), *start, "worker", address, *options], one)
+        address = _start(processes, network, names)
         with Client(address, timeout=START) as client:
-            client.wait_for_workers(len(names), timeout=300)
+            client.wait_for_workers(len(names), timeout=START)
             processes.check()
             before = [memory.resident(processes.pid(name)) for name in names]
             step = _step(setting, client, variant)
-            counters = partial(_carried, network, names)
-            steps = timed(step, setting.llama, effort, counters=counters)
-            return steps, [memory.peak(processes.pid(name)) - old for name, old in zip(names, before, strict=True)]
+            seen = timed(step, setting.llama, effort, counters=partial(_carried, network, names))
+            peaks = (memory.peak(processes.pid(name)) - old for name, old in zip(names, before, strict=True))
+            return Row(
+                setting.name,
+                f"dask-{variant}",
+                seconds=median(seen.seconds),
+                steps=len(seen.seconds),
+                warm=seen.warm,
+                losses=tuple(loss for loss in seen.losses if loss is not None),
+                down=seen.counted[::2],
+                up=seen.counted[1::2],
+                memory=tuple(peaks),
+            )
+
+
+def _start(processes: Processes, network: Network, names: list[str]) -> str:
+    """A stock scheduler on the server's side and a stock worker on every device; where the scheduler listens."""
+    address = f"tcp://{network.address()}:{PORT}"
+    start = [sys.executable, "-W", "ignore", "-m", "dask"]
+    watched = ["--no-dashboard", "--preload", "cleave_dask.runtime.parent"]
+    listening = ["--host", network.address(), "--port", str(PORT)]
+    processes.start("scheduler", [*network.enter(), *start, "scheduler", *listening, *watched])
+    for name in names:
+        where = ["--name", name, "--host", network.address(name), "--local-directory", str(processes.folder)]
+        options = ["--no-nanny", "--nthreads", "1", "--memory-limit", "0", *where, *watched]
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        processes.start(name, [*network.enter(name), *start, "worker", address, *options], one)
+    return address
 
 
 def _carried(network: Network, names: list[str]) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def systems(shaping: Shaping = "namespaces") -> Mapping[str, System]:
         "alone": System("one process alone", alone),
         **{name: System(title, partial(ours.run, name, shaping=shaping)) for name, title in mine.items()},
         **{name: System(title, partial(peers.run, name)) for name, title in titles.items()},
-        "dask": System("stock dask.array", stock.run),
+        **{f"dask-{way}": System(f"stock dask.array, {way}", partial(stock.run, way)) for way in stock.VARIANTS},
         "hivemind": System("hivemind", volunteers),
     }
 
