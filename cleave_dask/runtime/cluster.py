@@ -39,7 +39,7 @@ def inspect(client: Client) -> Cluster:
     if not servers:
         raise ClusterError(
             "no server has joined this scheduler; start one with `cleave serve`, or "
-            "`dask worker ADDRESS --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0`"
+            "`dask worker ADDRESS --host 127.0.0.1 --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0`"
         )
     if len(servers) > 1:
         raise ClusterError(
@@ -81,7 +81,7 @@ def facts_of(client: Client) -> dict[str, Any]:
     if facts is None:  # what Dask answers to a call that it does not know
         raise ClusterError(
             "the scheduler does not know cleave; start it with `cleave serve` or "
-            "`dask scheduler --preload cleave_dask.runtime.scheduler`"
+            "`dask scheduler --host 127.0.0.1 --preload cleave_dask.runtime.scheduler`"
         )
     return facts
 

@@ -3,8 +3,8 @@
     dask worker ADDRESS --preload cleave_dask.runtime.device
 
 A device talks to the scheduler and to the server, over connections that it opens itself; it never takes data from
-anyone else, and it needs no torch unless its kernel is torch. Tiles come in parcels, one Dask task each. While one tile
-is multiplied, the operands of the next come down and the result of the last goes up.
+anyone else, runs nothing but tiles, and needs no torch unless its kernel is torch. Tiles come in parcels, one Dask task
+each. While one tile is multiplied, the operands of the next come down and the result of the last goes up.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
 from cleave_dask.runtime.pausing import pause_while
+from cleave_dask.runtime.refusing import refuse_all_but_tiles
 from cleave_dask.runtime.tiles import MANY, ParcelSpec, SliceName, TileSpec, slice_names
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ ASKED = 2e6
 PARCELS = 64
 """Parcels that may be open at once; it is tiles that wait for their turn, the most urgent first, not parcels."""
 
-_DATA_CALLS = ("get_data", "gather", "update_data")
-"""Calls by which other workers would fetch from this one, or put data on it: a device takes none of them."""
+SMALLEST_LIMIT = 64 << 20
+"""Bytes that a message may have on a device that lends next to nothing."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -234,8 +235,7 @@ async def dask_setup(worker: Worker) -> None:
         raise SystemExit(f"this device cannot start: {error}") from error
     runtime = DeviceRuntime(worker, lent)
     worker.extensions["cleave"] = runtime
-    for call in _DATA_CALLS:
-        worker.handlers.pop(call, None)
+    refuse_all_but_tiles(worker, run_parcel, max(lent.memory, SMALLEST_LIMIT))
     facts = {
         "role": "device",
         "version": __version__,

@@ -59,7 +59,7 @@ class Place:
     def settings(self) -> dict[str, str]:
         """What scheduler and server need to know of who may connect, in their environment."""
         if self.folder is None:
-            return {}
+            return {"DASK_CLEAVE__SECURITY__ISOLATED": "True"} if self.prefix else {}  # a namespace of its own
         return {"DASK_CLEAVE__SECURITY__REGISTER": str(self.folder.path.absolute())}
 
 

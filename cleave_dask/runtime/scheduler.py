@@ -1,6 +1,6 @@
 """The scheduler's side: tiles go to devices, everything else to the server. Preload of a stock scheduler.
 
-    dask scheduler --preload cleave_dask.runtime.scheduler
+    dask scheduler --host 127.0.0.1 --preload cleave_dask.runtime.scheduler
 
 The plugin turns Dask's events into events of the dispatcher and its placements into Dask's. It takes over the one
 method through which every task finds its worker, and ships a step's tasks without their dependencies: devices fetch
@@ -31,6 +31,8 @@ from cleave_dask.errors import CleaveError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.parcels import Figures
+from cleave_dask.runtime.admission import SchedulerAdmission
+from cleave_dask.runtime.orders import write_order
 from cleave_dask.runtime.tasks import OrderedTask
 from cleave_dask.runtime.turns import Measurements
 
@@ -130,11 +132,11 @@ class SteeringPlugin(SchedulerPlugin):
         message: dict[str, Any] = self._stock_message(ts)
         spec = ts.run_spec
         if isinstance(spec, OrderedTask):
-            more: tuple[Any, ...] = ()
+            message.update(who_has={}, nbytes={}, run_spec=ToPickle(spec.shipped()))
             if spec.place == "device":
-                more = (self._server.address if self._server else "", ts.key in self._sent)
+                server = self._server.address if self._server else ""
+                message["run_spec"] = write_order(spec.args[0], server, ts.key in self._sent)
                 self._sent.add(ts.key)
-            message.update(who_has={}, nbytes={}, run_spec=ToPickle(spec.shipped(*more)))
         return message
 
     @_fatal
@@ -280,6 +282,9 @@ class SteeringPlugin(SchedulerPlugin):
             self.scheduler.transitions(recommendations, "cleave-pump")
 
 
+_ADMISSION = SchedulerAdmission()
+
+
 def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin and the settings that it relies on; a scheduler that it does not fit is stopped.
 
@@ -305,6 +310,7 @@ def dask_setup(scheduler: Scheduler) -> None:
     except (CleaveError, ValueError) as error:
         raise SystemExit(f"the scheduler cannot steer: {error}") from error
     Measurements(scheduler, measured=steering.device_measured)
+    _ADMISSION.attach(scheduler)
     scheduler.add_plugin(steering)
     for worker in scheduler.workers:  # who joined while the preload was being imported
         steering.add_worker(scheduler, worker)

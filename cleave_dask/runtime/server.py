@@ -1,6 +1,6 @@
 """The server's side: a Dask worker that keeps models, hands out operand slices and takes in tiles. Preload.
 
-    dask worker ADDRESS --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0
+    dask worker ADDRESS --host 127.0.0.1 --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0
 
 Weights, optimizer state and activations live in this process. Devices reach it with `cleave_pull` and `cleave_push`;
 the client with the other `cleave_*` calls; its own Dask tasks run the rounds of a step.
@@ -25,6 +25,7 @@ from cleave_dask._version import __version__
 from cleave_dask.errors import InputError, StepError
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Plan, Tile
+from cleave_dask.runtime.admission import ServerAdmission
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
@@ -219,6 +220,13 @@ class ServerRuntime:
 
     # Inside
 
+    def expected(self, run: str, step: int, job: int, tile: int) -> int | None:
+        """Bytes of a tile that somebody waits for."""
+        try:
+            return self._run(run).tile_nbytes(step, job, tile)
+        except StepError:
+            return None  # it is over
+
     def _run(self, run: str) -> Training | Product:
         found = self.trainings.get(run) or self.products.get(run)
         if found is None:
@@ -235,9 +243,14 @@ class ServerRuntime:
         return await asyncio.get_running_loop().run_in_executor(self.copies, work, *args)
 
 
+_ADMISSION = ServerAdmission()
+
+
 def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
-    worker.extensions["cleave"] = ServerRuntime(worker)
+    runtime = ServerRuntime(worker)
+    worker.extensions["cleave"] = runtime
+    _ADMISSION.attach(worker, runtime.expected)
     facts = {"role": "server", "version": __version__}
     worker.startup_information["cleave"] = lambda _: facts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from threading import Lock
 from typing import Any, Self
 
@@ -124,6 +125,14 @@ def tile_forms(gemm: Gemm, tile: Tile) -> list[tuple[tuple[int, ...], str]]:
         ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
         for value in gemm.outputs
     ]
+
+
+def tile_nbytes(gemm: Gemm, tiles: Sequence[Tile], number: int) -> int | None:
+    """Bytes of a tile as its device sends it; None if there is no tile of this number."""
+    if not 0 <= number < len(tiles):
+        return None
+    forms = tile_forms(gemm, tiles[number])
+    return sum(prod(shape) * np.dtype(wire_dtype(dtype)).itemsize for shape, dtype in forms)
 
 
 class Gathering:

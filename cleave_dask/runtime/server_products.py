@@ -10,7 +10,7 @@ import torch
 
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Tile
-from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, operand_slice
+from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, operand_slice, tile_nbytes
 
 Blocks = Sequence[Sequence[Any]]
 """The blocks of a dask array, row by row."""
@@ -36,6 +36,10 @@ class Product:
     def wanted(self, step: int, job: int, tiles: list[int]) -> list[int]:
         """Which of these tiles have not come yet."""
         return self._gathering.wanted(tiles)
+
+    def tile_nbytes(self, step: int, job: int, tile: int) -> int | None:
+        """Bytes of a tile that a device may push."""
+        return tile_nbytes(self.gemm, self._gathering.tiles, tile)
 
     def gathering(self, job: int) -> Gathering:
         """Where the tiles are put together."""

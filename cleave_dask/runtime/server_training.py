@@ -21,7 +21,7 @@ from cleave_dask.runtime.history import History
 from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Round
-from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice
+from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice, tile_nbytes
 from cleave_dask.runtime.store import TileStore
 from cleave_dask.runtime.tiles_in_flight import TilesInFlight
 from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, Recorder
@@ -191,6 +191,13 @@ class Training:
         moved = (attempt.down_bytes, sum(getattr(array, "nbytes", 0) for array in arrays))
         head = (self.updates + 1, gemm.name, tile, attempt.device)
         self.trace.add((*head, *told, attempt.upload_seconds, seconds, outcome, *moved))
+
+    def tile_nbytes(self, step: int, job: int, tile: int) -> int | None:
+        """Bytes of a tile that a device may push; None if this step has no such tile."""
+        self._check_step(step)
+        assert self.lowered is not None
+        jobs = self.lowered.schedule.jobs
+        return tile_nbytes(jobs[job].gemm, jobs[job].tiles, tile) if job < len(jobs) else None
 
     def gathering(self, job: int) -> Gathering:
         """Where the tiles of a job are put together; those that are on disk from before are there at once."""

@@ -67,9 +67,9 @@ class OrderedTask(Task):
         """Never fused with a neighbour: where it runs is part of what it means."""
         return True
 
-    def shipped(self, *more: Any) -> Task:
-        """The same work without dependencies, with `more` arguments that only the scheduler knows."""
-        return Task(self.key, self.func, *self.args, *more)
+    def shipped(self) -> Task:
+        """The same work without dependencies."""
+        return Task(self.key, self.func, *self.args)
 
     def copy(self) -> OrderedTask:
         """An equal task."""

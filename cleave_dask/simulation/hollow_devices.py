@@ -22,8 +22,9 @@ from distributed import Reschedule, Worker
 from cleave_dask._version import __version__
 from cleave_dask.fleet.devices import Device, Link
 from cleave_dask.runtime import parent
-from cleave_dask.runtime.device import PARCELS
+from cleave_dask.runtime.device import PARCELS, run_parcel
 from cleave_dask.runtime.gates import Gate
+from cleave_dask.runtime.refusing import take_orders
 from cleave_dask.runtime.shaping import Lane
 from cleave_dask.runtime.tiles import ParcelSpec
 
@@ -77,6 +78,7 @@ class HollowWorker(Worker):
         }
         self.startup_information["cleave"] = lambda _: facts
         self.extensions["cleave"] = HollowDevice(self, device, jobs)
+        take_orders(self, run_parcel)
         self.state.nthreads = PARCELS
 
 

@@ -8,6 +8,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from cleave_dask.errors import ClusterError, InputError
+from cleave_dask.runtime.cluster import inspect
 from cleave_dask.runtime.matmul import matmul
 from tests.waiting import until, until_tasks
 
@@ -43,7 +44,7 @@ def products_on_server(client: Client) -> int:
     def count(dask_worker: object) -> int | None:
         return len(getattr(dask_worker.extensions["cleave"], "products", ()))  # type: ignore[attr-defined]
 
-    return sum(client.run(count).values())
+    return sum(client.run(count, workers=[inspect(client).server]).values())
 
 
 def test_other_arrays_are_left_to_dask(client: Client) -> None:

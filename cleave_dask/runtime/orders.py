@@ -1,0 +1,57 @@
+"""How the scheduler tells a device which tiles to multiply: in plain values, which need no pickle to be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cleave_dask.runtime import checking as check
+from cleave_dask.runtime.checking import chosen
+from cleave_dask.runtime.decoding import Refused
+from cleave_dask.runtime.tiles import ParcelSpec
+
+TILES = 1 << 20
+"""Tiles of a parcel at most."""
+
+
+def write_order(parcel: ParcelSpec, server: str, again: bool) -> dict[str, Any]:
+    """A parcel as it is sent."""
+    fields = {name: getattr(parcel, name) for name in ParcelSpec.__slots__}
+    return {**fields, "server": server, "again": again}
+
+
+def read_order(told: Any) -> tuple[ParcelSpec, str, bool]:
+    """A parcel as it was sent, the server's address, and whether somebody else had it before."""
+    if not isinstance(told, dict):
+        raise Refused("a task that is no parcel of tiles")
+    fields = chosen(told, _FIELDS)
+    server, again = fields.pop("server"), fields.pop("again")
+    return ParcelSpec(**fields), server, again
+
+
+def _tiles(value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, tuple) or len(value) > TILES:
+        raise Refused("tiles that are no list")
+    return tuple(_tile(tile) for tile in value)
+
+
+def _tile(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) != 7 or not all(type(part) is int and part >= 0 for part in value):
+        raise Refused("a tile that is no range of rows, columns and k")
+    return value
+
+
+_FIELDS: dict[str, check.Check] = {
+    "run": check.text,
+    "step": check.whole,
+    "job": check.whole,
+    "kind": check.text,
+    "dtype": check.text,
+    "causal": check.flag,
+    "scale": check.optional(check.number),
+    "rank": check.whole,
+    "filler": check.flag,
+    "tiles": _tiles,
+    "resumed": check.flag,
+    "server": check.text,
+    "again": check.flag,
+}
