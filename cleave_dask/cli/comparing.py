@@ -88,16 +88,25 @@ def compare(
 @click.command()
 @recipe_argument
 @fleet_option(required=True, explain=_EXPLAIN_FLEET)
-@_churn_option
+@click.option(
+    "--churn",
+    metavar="RATE|FILE.csv",
+    help="Mishaps per device and hour, or a file of them and of bandwidths over time.  [default: none]",
+)
 @_seed_option
 @json_option
 @debug_option
-def simulate(recipe: str, fleet: str, churn: float | None, seed: int, as_json: bool) -> None:
+def simulate(recipe: str, fleet: str, churn: str | None, seed: int, as_json: bool) -> None:
     """Play one training step of RECIPE on a fleet, on virtual time.
 
     Nothing is trained: it needs neither weights nor data nor devices.
     """
-    _check(churn, None)
+    from cleave_dask.fleet.churn import Churn
+    from cleave_dask.fleet.devices import Fleet
+
+    rate = _rate(churn)
+    _check(rate, None)
+    replayed = Churn.load(churn, Fleet.load(fleet)) if churn is not None and rate is None else None
     what, where, graph = _load(recipe, fleet)
 
     from cleave_dask.planning.planner import plan
@@ -105,7 +114,7 @@ def simulate(recipe: str, fleet: str, churn: float | None, seed: int, as_json: b
     from cleave_dask.simulation.simulator import Simulator
 
     made = plan(graph, where)
-    script = churn_for(made, churn, seed)
+    script = churn_for(made, rate, seed) if replayed is None else replayed
     simulator = Simulator(made, script)
     trace = simulator.run()
     happened = [event for event in script or () if event.seconds <= trace.seconds]
@@ -121,6 +130,7 @@ def simulate(recipe: str, fleet: str, churn: float | None, seed: int, as_json: b
         "left": sum(event.kind == "leave" for event in happened),
         "stalled": sum(event.kind == "stall" for event in happened),
         "slowed": sum(event.kind == "slow" for event in happened),
+        "links_changed": sum(event.kind in ("down", "up") for event in happened),
         "handovers": simulator.handovers,
         "lost": simulator.lost,
     }
@@ -130,6 +140,14 @@ def simulate(recipe: str, fleet: str, churn: float | None, seed: int, as_json: b
     click.echo(str(what))
     click.echo(str(where))
     _print_facts(facts, len(where))
+
+
+def _rate(churn: str | None) -> float | None:
+    """The rate that was given, if it was one and not a file."""
+    try:
+        return None if churn is None else float(churn)
+    except ValueError:
+        return None
 
 
 def _check(churn: float | None, plot: Path | None) -> None:

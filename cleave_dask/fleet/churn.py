@@ -1,21 +1,40 @@
 """Churn: what goes wrong, as a script of events in time. The same script drives real processes and the simulator.
 
 A device *leaves* (its process is killed, its connection closes) and may *join* again; it *stalls* (it stops without a
-word) and *resumes*; it is *slowed* by a factor and *recovers*.
+word) and *resumes*; it is *slowed* by a factor and *recovers*. In the simulator its links change too: *down* and *up*
+give one a new bandwidth, so a file of them is a bandwidth trace. As a file, churn is CSV with one event a row, in the
+order of time:
+
+    seconds,device,event,value
+    0,phone-0001,down,80 Mbit/s      bytes per second as fleet files write them
+    12.5,phone-0002,leave,           nothing to say
+    30,phone-0003,slow,20            how many times slower
 """
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
 from random import Random
-from typing import Literal, Self, get_args
+from typing import Literal, Self, cast, get_args
 
 from cleave_dask.errors import InputError
 from cleave_dask.fleet.devices import Fleet
+from cleave_dask.fleet.units import parse
 from cleave_dask.formatting import html_table
+from cleave_dask.resources import nearest, shown
 
-Kind = Literal["leave", "join", "stall", "resume", "slow", "recover"]
+Kind = Literal["leave", "join", "stall", "resume", "slow", "recover", "down", "up"]
+
+COLUMNS = ("seconds", "device", "event", "value")
+"""Of a churn file."""
+
+LINKS: tuple[Kind, ...] = ("down", "up")
+"""Events that give a link a new bandwidth; real processes cannot be told to."""
 
 _UNDONE_BY: dict[Kind, Kind] = {"leave": "join", "stall": "resume", "slow": "recover"}
 _COMMON: dict[Kind, float] = {"leave": 0.7, "stall": 0.2, "slow": 0.1}
@@ -33,6 +52,7 @@ class Event:
     device: str
     kind: Kind
     factor: float = 1.0  # how many times slower, of a "slow" device
+    bandwidth: float = 0.0  # bytes per second, of a link that is "down" or "up" from now on
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,8 @@ class Churn:
                 raise InputError(f"churn knows no {event.kind!r}; use one of {', '.join(get_args(Kind))}")
             if not event.seconds >= 0 or not event.factor >= 1:
                 raise InputError(f"{event}: time starts at 0, and a slow device is slower by a factor of 1 or more")
+            if event.kind in LINKS and not 0 < event.bandwidth < float("inf"):
+                raise InputError(f"{event}: give the link's new bandwidth, in bytes per second above zero")
         object.__setattr__(self, "events", tuple(sorted(self.events)))
 
     @classmethod
@@ -78,6 +100,29 @@ class Churn:
                 now += chance.expovariate(rate / 3600)
         return cls(tuple(events))
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], fleet: Fleet | None = None) -> Self:
+        """Read a CSV file (see above); with a fleet, every device must be one of its own.
+
+        An InputError names the file, the line and the remedy.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{shown(os.fspath(path))} cannot be read: {error}; give a CSV file of churn") from None
+        known = None if fleet is None else {device.name for device in fleet.devices}
+        return cls(tuple(_read_events(text, f"{Path(path).name}", known)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a CSV file that `load` reads."""
+        out = StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for event in self.events:
+            value = event.factor if event.kind == "slow" else event.bandwidth if event.kind in LINKS else ""
+            writer.writerow((repr(float(event.seconds)), event.device, event.kind, value))
+        Path(path).write_text(out.getvalue(), encoding="utf-8")
+
     def __len__(self) -> int:
         return len(self.events)
 
@@ -91,3 +136,52 @@ class Churn:
     def _repr_html_(self) -> str:
         rows: Iterable[tuple[str, int]] = [(kind, self.count(kind)) for kind in get_args(Kind)]
         return html_table(("event", "count"), list(rows), caption=f"Churn: {len(self)} events")
+
+
+def _read_events(text: str, file: str, known: set[str] | None) -> Iterator[Event]:
+    """The events of a churn file, one line after another."""
+    lines = text.rstrip().splitlines()
+    header = tuple(name.strip() for name in lines[0].split(",")) if lines else ()
+    if header != COLUMNS:
+        raise InputError(f"{file} line 1 has the columns {shown(','.join(header))}; write {','.join(COLUMNS)}")
+    before = 0.0
+    for number, line in enumerate(lines[1:], start=2):
+        where = f"{file} line {number}"
+        event = _read_event(next(csv.reader([line]), []), where)
+        if event.seconds < before:
+            raise InputError(f"{where} is at {event.seconds} s, after {before} s; sort the rows by time")
+        if known is not None and event.device not in known:
+            raise InputError(
+                f"{where} has device {shown(event.device)}, which is not in the fleet; {_like(event, known)}"
+            )
+        before = event.seconds
+        yield event
+
+
+def _read_event(cells: list[str], where: str) -> Event:
+    """One row of a churn file."""
+    cells = [cell.strip() for cell in cells]
+    if len(cells) != len(COLUMNS) or not all(cells[:3]):
+        raise InputError(f"{where} has a gap: {shown(','.join(cells))}; give all of {','.join(COLUMNS)}, or delete it")
+    seconds, device, kind, value = cells
+    if kind not in get_args(Kind):
+        raise InputError(f"{where} has event {shown(kind)}; {nearest(kind, get_args(Kind))}")
+    if (value == "") == (kind in ("slow", *LINKS)):
+        wanted = {"slow": "how many times slower", "down": "a bandwidth", "up": "a bandwidth"}.get(kind, "nothing")
+        raise InputError(f"{where} has value {shown(value)} for {kind!r}; give {wanted}")
+    try:
+        time = parse(seconds, "seconds", field=f"{where}: seconds")
+        bandwidth = parse(value, "bytes/s", field=f"{where}: value") if kind in LINKS else 0.0
+        factor = float(value) if kind == "slow" else 1.0
+        (event,) = Churn((Event(time, device, cast(Kind, kind), factor, bandwidth),)).events
+    except ValueError:
+        raise InputError(f"{where} has value {shown(value)}; give how many times slower, such as 20") from None
+    except InputError as error:
+        raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    return event
+
+
+def _like(event: Event, known: set[str]) -> str:
+    """Names of devices that a wrong one may have meant; a fleet has too many to name all."""
+    hint = nearest(event.device, known).partition("? ")
+    return f"{hint[0]}?" if hint[1] else f"its devices have names such as {min(known)!r}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,7 +32,6 @@ from cleave_dask.runtime.tiles import ParcelSpec
 _QUIET = {
     "distributed.admin.system-monitor.interval": "10s",
     "distributed.worker.profile.enabled": False,
-    "distributed.logging": {"distributed": "warning"},
 }
 """Hundreds of workers share a process: what each does in idle time is slowed down."""
 
@@ -179,12 +179,14 @@ async def _until(moment: float) -> None:
 async def hold(scheduler: str, devices: list[Device]) -> None:
     """Keep a worker for each device until this process is ended."""
     jobs = Jobs()
+    gc.disable()  # until all have joined: each collection would look through all that were there before
     with TemporaryDirectory() as folder:
         workers = [HollowWorker(scheduler, device=device, jobs=jobs, local_directory=folder) for device in devices]
         for start in range(0, len(workers), _STARTED):
             await asyncio.gather(*workers[start : start + _STARTED])
         gc.collect()
-        gc.freeze()  # the workers stay: looking through them again and again would take a third of this process's time
+        gc.freeze()  # the workers stay, and need not be looked through again
+        gc.enable()
         await asyncio.Event().wait()
 
 
@@ -196,6 +198,7 @@ def main() -> None:
         for name, flops, memory, down, there, up, back in json.loads(Path(file).read_text())
     ]
     parent.dask_setup(None)
+    logging.getLogger("distributed").setLevel(logging.WARNING)
     with dask.config.set(_QUIET):
         asyncio.run(hold(scheduler, devices))
 

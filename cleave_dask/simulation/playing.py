@@ -12,7 +12,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from cleave_dask.fleet.churn import Churn, Event, Kind
+from cleave_dask.errors import InputError
+from cleave_dask.fleet.churn import LINKS, Churn, Event, Kind
 
 _SLICE = 0.1
 """Seconds of a slowed device's turn: it runs for its share of them and stands still for the rest."""
@@ -22,6 +23,8 @@ class Player:
     """A thread that plays churn to the devices of a local fleet; when it ends, nobody is left stopped."""
 
     def __init__(self, fleet: Any, churn: Churn) -> None:
+        if churn.count(*LINKS):
+            raise InputError("churn that changes links is for the simulator: the links of processes stay as they are")
         self.fleet = fleet  # has `pids` and `restart(name)`
         self.churn = churn
         self.happened: Counter[Kind] = Counter()

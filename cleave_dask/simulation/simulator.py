@@ -10,6 +10,7 @@ number of its tiles. Nothing is random: the same plan and churn give the same tr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -288,6 +289,10 @@ class Simulator:
                 device.factor = event.factor
             case "recover":
                 device.factor = 1.0
+            case "down":  # a transfer under way ends at the rate that it began with
+                device.device = replace(device.device, down=replace(device.device.down, bandwidth=event.bandwidth))
+            case "up":
+                device.device = replace(device.device, up=replace(device.device.up, bandwidth=event.bandwidth))
             case _:
                 pass  # it happens to somebody who is not there
 

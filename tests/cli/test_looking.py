@@ -114,3 +114,17 @@ def test_simulate_prints_one_object(recipe: str, churn: tuple[str, ...]) -> None
     assert facts["seconds"] >= facts["bound_seconds"] > 0
     assert facts.keys() >= {"plan_seconds", "handovers", "lost", "down_bytes", "up_bytes"}
     assert "plan_seconds" in run("simulate", recipe, "--fleet", "lab-8", *churn).stdout
+
+
+def test_simulate_replays_a_file_and_names_what_is_wrong_with_it(recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "links.csv"
+    file.write_text("seconds,device,event,value\n0,phone-0001,down,2 Mbit/s\n0,laptop-0001,leave,\n")
+    facts = json.loads(run("simulate", recipe, "--fleet", "lab-8", "--churn", str(file), "--json").stdout)
+    assert (facts["left"], facts["links_changed"]) == (1, 1)
+    file.write_text("seconds,device,event,value\n0,phone-9999,leave,\n")
+    wrong = run("simulate", recipe, "--fleet", "lab-8", "--churn", str(file))
+    assert wrong.exit_code == 2
+    assert "links.csv line 2 has device 'phone-9999'" in wrong.stderr
+    missing = run("simulate", recipe, "--fleet", "lab-8", "--churn", str(tmp_path / "nowhere.csv"))
+    assert missing.exit_code == 2
+    assert "cannot be read" in missing.stderr
