@@ -15,7 +15,7 @@ endif
 pytest = $(BIN)/python -m pytest $(1) $(ARGS) || test $$? -eq 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench bench-edge soak clean
+.PHONY: help setup train test lint format docs bench bench-edge soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ format: setup ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: setup ## build the documents as a site in site/, strictly (ARGS="--site-dir /tmp/site")
+	$(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
 bench: setup ## measure seconds per step against plain torch
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
@@ -57,5 +60,5 @@ soak: setup ## train for an hour while devices are killed, stopped and started (
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 clean: ## remove .venv, caches and build output; checkpoints stay
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

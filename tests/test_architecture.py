@@ -13,6 +13,7 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
+from re import findall
 
 import pytest
 
@@ -250,3 +251,23 @@ def test_a_device_imports_nothing_heavy(module: str) -> None:
 
 def test_the_package_imports_nothing_heavy() -> None:
     assert loaded_by("import cleave_dask", (*HEAVY, "distributed", "dask")) == []
+
+
+def test_every_export_is_in_the_reference() -> None:
+    lines = (ROOT.parent / "docs" / "reference.md").read_text().splitlines()
+    listed = {line.removeprefix("::: ") for line in lines if line.startswith(":::")}
+    assert listed == {*(f"{module}.{name}" for name, module in cleave_dask._LAZY.items()), f"{PACKAGE}.errors"}
+
+
+def test_every_command_is_in_the_documents() -> None:
+    commands = import_module(f"{PACKAGE}.cli").cleave.commands
+    page = (ROOT.parent / "docs" / "getting-started.md").read_text()
+    assert [name for name in commands if f"`cleave {name}`" not in page] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT.parent / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_links_of_a_document_stay_among_the_documents(page: Path) -> None:
+    """The site has nothing but docs/: name other files of the repository without a link."""
+    links = [link.partition("#")[0] for link in findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    inside = [link for link in links if link and "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in inside if not (page.parent / link).is_file() or link.startswith("..")] == []

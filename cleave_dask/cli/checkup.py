@@ -32,7 +32,7 @@ MANY_FILES = 4096
 """Open files that a server of a thousand devices needs."""
 
 _SENT = 16_000_000  # bytes over loopback
-_PORTS = {fleets.SCHEDULER_PORT: "scheduler", 8787: "dashboard"}
+_PORTS = {fleets.SCHEDULER_PORT: "scheduler", 8787: "dashboard", 8788: "device that joins"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _port(port: int, role: str) -> Finding:
     try:
         fleets.check_free("127.0.0.1", port)
     except ClusterError:
-        option = "--port" if role == "scheduler" else "--dashboard-address"
+        option = {"scheduler": "--port", "dashboard": "--dashboard-address"}.get(role, "--join-port")
         return note(what, "in use on this machine", f"if that is no fleet of yours, serve with {option}")
     return good(what, f"free for a {role}")
 

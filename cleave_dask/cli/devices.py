@@ -111,7 +111,8 @@ def _shown(figure: float | None, unit: str) -> str:
 
 def _advice(found: dict[str, Any]) -> str:
     """What is missing, a line each."""
-    join = _JOIN.format(address=found["scheduler"])
+    secured = found["scheduler"].startswith("tls://")
+    join = "the `cleave join` line that `cleave serve` printed" if secured else _JOIN.format(address=found["scheduler"])
     lines = []
     if found["server"] is None:
         lines.append("no server has joined: start scheduler and server with `cleave serve`")
