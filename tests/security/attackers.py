@@ -1,0 +1,159 @@
+"""What a device with a valid certificate can send: messages that run code where they are read, and worse lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import time
+from typing import Any
+
+from distributed.comm import connect
+from distributed.protocol import pickle
+from distributed.security import Security
+
+from cleave_dask.runtime.credentials import Files
+
+PATIENCE = 60.0
+"""Seconds within which a connection must have been closed, on a machine that is busy."""
+
+
+class Exploit:
+    """Makes a file wherever it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+    @property
+    def pickled(self) -> bytes:
+        packed: bytes = pickle.dumps(self)
+        return packed
+
+
+def security(files: Files) -> Security:
+    """What a worker connects with."""
+    return Security(
+        require_encryption=True,
+        tls_ca_file=str(files.authority),
+        tls_worker_cert=str(files.certificate),
+        tls_worker_key=str(files.key),
+    )
+
+
+@asynccontextmanager
+async def connected(files: Files, address: str) -> AsyncIterator[Any]:
+    comm = await connect(address, timeout=PATIENCE, **security(files).get_connection_args("worker"))
+    try:
+        yield comm
+    finally:
+        comm.abort()
+
+
+async def call(files: Files, address: str, *messages: Any) -> Any:
+    """Send messages one after the other over one connection: the last answer, or "closed"."""
+    answer: Any = None
+    try:
+        async with connected(files, address) as comm:
+            for message in messages:
+                await comm.write(message)
+                answer = await asyncio.wait_for(comm.read(), PATIENCE)
+    except OSError:
+        return "closed"
+    return answer
+
+
+async def send_raw(files: Files, address: str, content: bytes) -> str:
+    """Send bytes as they are: "closed" if that ended the connection."""
+    async with connected(files, address) as comm:
+        try:
+            await comm.stream.write(content)
+            await asyncio.wait_for(comm.read(), PATIENCE)
+        except OSError:
+            return "closed"
+        return "open"
+
+
+async def stream(files: Files, address: str, name: str, *messages: Any) -> str:
+    """Register as a worker, then send messages over its stream, and wait for its end."""
+    async with connected(files, address) as comm:
+        await comm.write(registration(name))
+        answer = await asyncio.wait_for(comm.read(), PATIENCE)
+        assert answer["status"] == "OK", answer
+        try:
+            await comm.write(list(messages))
+            await comm.write([{"op": "close-stream"}])
+            while True:
+                await asyncio.wait_for(comm.read(), PATIENCE)
+        except OSError:
+            return "closed"
+
+
+def registration(name: str, **changed: Any) -> dict[str, Any]:
+    """What a stock worker with our preload says when it joins; it is paused, and gets no tiles."""
+    facts = {"role": "device", "version": "0", "kernel": "numpy", "memory": 1000, "cores": 1, "flops": 1.0}
+    metrics = {"bandwidth": {"total": 1, "workers": {}, "types": {}}, "digests_total_since_heartbeat": {}, "memory": 1}
+    message = {
+        "op": "register-worker",
+        "reply": False,
+        "address": f"tls://127.0.0.1:{20000 + hash(name) % 20000}",
+        "status": "paused",
+        "nthreads": 1,
+        "name": name,
+        "now": time(),
+        "resources": {},
+        "memory_limit": 1 << 30,
+        "local_directory": "/",
+        "services": {},
+        "nanny": None,
+        "pid": 1,
+        "versions": {},
+        "metrics": {**metrics, "spilled_bytes": {"memory": 0, "disk": 0}},
+        "extra": {"cleave": {**facts, "calibrate": True, "measuring": False}},
+        "stimulus_id": "x",
+        "server_id": name,
+    }
+    return {**message, **changed}
+
+
+def lengths(*sizes: int) -> bytes:
+    """The beginning of a message whose frames have these sizes, or say so."""
+    head = struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
+    return struct.pack("<Q", len(head) + sizes[0]) + head
+
+
+async def silent(address: str) -> bool:
+    """Connect and say nothing: whether the other side ends it."""
+    host, port = address.rpartition("/")[2].rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        await asyncio.wait_for(reader.read(), PATIENCE)
+        return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    finally:
+        writer.close()
+
+
+async def mute(files: Files, address: str) -> bool:
+    """Shake hands over TLS and never send the greeting: whether the other side ends it."""
+    host, port = address.rpartition("/")[2].rsplit(":", 1)
+    context = security(files).get_connection_args("worker")["ssl_context"]
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    try:
+        while await asyncio.wait_for(reader.read(1 << 16), PATIENCE):
+            pass
+        return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    finally:
+        writer.close()
