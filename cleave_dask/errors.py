@@ -41,6 +41,10 @@ class StepError(CleaveError):
     """A step failed while it ran; the weights are those of the step before."""
 
 
+class DistrustedError(StepError):
+    """A step stands on unchecked tiles of a device that has since sent a wrong one; it is done again."""
+
+
 class CheckpointError(CleaveError):
     """A checkpoint cannot be written or read; what was saved before is untouched."""
 

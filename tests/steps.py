@@ -53,7 +53,8 @@ class Local:
         self.training.weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.training.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         self.training.load(lower(self.graph, planner(self.graph, Fleet.sample(3))))
-        self.passes = 0
+        self.accumulate = accumulate
+        self.passes = self.finished = 0
 
     def _random_state(self) -> bytes:
         return torch.get_rng_state().numpy().tobytes()
@@ -63,7 +64,7 @@ class Local:
         training, step = self.training, self.passes
         assert training.lowered is not None
         self.passes += 1
-        training.begin(step, flatten_batch(self.graph, (), batch))
+        training.begin(step, flatten_batch(self.graph, (), batch), first=self.finished % self.accumulate == 0)
         skeleton = training.lowered.skeleton
         ready: set[int] = set()
         multiplied: set[int] = set()
@@ -85,7 +86,9 @@ class Local:
                     self.multiply(spec)
                     done += 1
                 multiplied.add(number)
-        return training.finish(step)
+        record = training.finish(step)
+        self.finished += 1
+        return record
 
     def open(self, specs: Iterable[TileSpec]) -> list[TileSpec]:
         """The tiles that have not come yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,3 +105,22 @@ def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tenso
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def micro_batches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The batch cut along its first axis; whatever is no tensor goes to each micro-batch as it is."""
+    if count == 1:
+        yield args, kwargs
+        return
+    leaves, structure = torch.utils._pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
+            raise BatchError(
+                f"a batch of shape {tuple(leaf.shape)} cannot be cut into {count} equal micro-batches; "
+                f"make its first axis a multiple of accumulate={count}"
+            )
+    pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    for index in range(count):
+        yield torch.utils._pytree.tree_unflatten([piece[index] for piece in pieces], structure)

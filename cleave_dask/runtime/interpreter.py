@@ -133,3 +133,14 @@ def _resolved(argument: Any, env: Mapping[str, Any]) -> Any:
         case tuple():
             return [_resolved(item, env) for item in argument]
     return argument
+
+
+class Scope(dict[str, Any]):
+    """Values made in a round, before those that the round found."""
+
+    def __init__(self, outer: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def __missing__(self, name: str) -> Any:
+        return self.outer[name]

@@ -191,3 +191,17 @@ class _Cutter:
 def _rank(level: int, position: int) -> int:
     """Smaller runs first: by level, then in program order; room for the tiles of one gemm in between."""
     return (level << 40) + (position << 20)
+
+
+def deaths(graph: StepGraph, this: Round) -> list[set[str]]:
+    """For each step of a round the values made in it that neither a later step of it nor anyone else reads."""
+    last: dict[str, int] = {}
+    for index, position in enumerate(this.steps):
+        item = graph.steps[position]
+        for name in (*item.reads, *item.writes):
+            last[name] = index
+    dead: list[set[str]] = [set() for _ in this.steps]
+    for name, index in last.items():
+        if name not in this.publishes:
+            dead[index].add(name)
+    return dead

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -73,6 +73,7 @@ class SteeringPlugin(SchedulerPlugin):
         self.dispatcher = Dispatcher(config.whole("device.window"))
         self.broken: str | None = None  # why nothing is placed any more
         self.late: Counter[str] = Counter()  # parcels taken from late devices, by device
+        self.quarantined: dict[str, str] = {}  # devices that sent a wrong tile, and what was wrong
         self._devices: dict[str, WorkerState] = {}  # by name
         self._server: WorkerState | None = None
         self._granted: dict[Key, WorkerState] = {}
@@ -81,7 +82,8 @@ class SteeringPlugin(SchedulerPlugin):
         self._stock_message = scheduler._task_to_msg
         for method, ours in zip(_TAKEN_OVER, (lambda ts: False, self.decide, self.message), strict=True):
             setattr(scheduler, method, ours)
-        scheduler.handlers.update(cleave_info=self.info, cleave_clients=self.clients)
+        for call, answer in (("info", self.info), ("clients", self.clients), ("quarantine", self.quarantine)):
+            scheduler.handlers[f"cleave_{call}"] = answer
         self._stock_status = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.status_changed
         ticking = PeriodicCallback(self.tick, TICK * 1000)
@@ -96,14 +98,27 @@ class SteeringPlugin(SchedulerPlugin):
         for worker in self.scheduler.workers.values():
             facts = worker.extra.get("cleave") or {"role": "stranger"}
             running = worker in self.scheduler.running
+            if facts["role"] == "device" and str(worker.name) in self.quarantined:
+                continue
             roles[facts["role"]][str(worker.name)] = {**facts, "address": worker.address, "running": running}
         silent = [name for name in self.dispatcher.devices if self.dispatcher.silent(name)]
         state = {"broken": self.broken, "waiting": self.dispatcher.waiting, "silent": silent}
-        return {"version": __version__, **roles, **state, "handovers": self.late.total(), "late": dict(self.late)}
+        more = {"handovers": self.late.total(), "late": dict(self.late), "quarantined": self.quarantined}
+        return {"version": __version__, **roles, **state, **more}
 
     def clients(self) -> list[str]:
         """Who is connected: a run whose client is not among them is nobody's."""
         return list(self.scheduler.clients)
+
+    def quarantine(self, device: str, why: str) -> None:
+        """A device gets nothing any more, and others do what it has; also if it leaves and joins again."""
+        self.quarantined.setdefault(device, why)
+        logger.error("%s is in quarantine and gets no more tiles: %s", device, why)
+        if device in self._devices:
+            parcels = self.dispatcher.flying(device)
+            self._gone(device)
+            self._take_back(parcels, "cleave-quarantine")
+        self._tell("quarantined", device, why=why)
 
     # What Dask calls
 
@@ -209,13 +224,7 @@ class SteeringPlugin(SchedulerPlugin):
         for name, parcels in Counter(handover.device for handover in late).items():
             self.late[name] += parcels
             self._tell("late", name, parcels=parcels)
-        recommendations: dict[Key, Any] = {}
-        for handover in late:
-            if handover.parcel in self.scheduler.tasks:
-                recommendations[handover.parcel] = "released"
-        if recommendations:
-            self.scheduler.transitions(recommendations, "cleave-late")
-        self._pump_soon()
+        self._take_back([handover.parcel for handover in late], "cleave-late")
 
     @_fatal
     def device_measured(self, ws: WorkerState) -> None:
@@ -225,7 +234,17 @@ class SteeringPlugin(SchedulerPlugin):
 
     # Inside
 
+    def _take_back(self, parcels: Sequence[Key], stimulus: str) -> None:
+        """Have parcels in flight placed anew."""
+        recommendations: dict[Key, Any] = {key: "released" for key in parcels if key in self.scheduler.tasks}
+        if recommendations:
+            self.scheduler.transitions(recommendations, stimulus)
+        self._pump_soon()
+
     def _join(self, name: str, ws: WorkerState, facts: dict[str, Any]) -> None:
+        if name in self.quarantined:
+            logger.warning("Device %s gets no tiles, it is in quarantine: %s", name, self.quarantined[name])
+            return
         try:
             (device,) = Fleet.from_workers({name: facts}).devices
         except CleaveError as error:

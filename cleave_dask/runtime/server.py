@@ -13,22 +13,27 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from secrets import randbits
 from time import time
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from distributed import Worker
+from distributed.comm import Comm
 from distributed.protocol import to_serialize
 
+from cleave_dask import config
 from cleave_dask._version import __version__
-from cleave_dask.errors import InputError, StepError
+from cleave_dask.errors import CleaveError, InputError, StepError
 from cleave_dask.graph.ir import Gemm, Range
+from cleave_dask.planning.trust import Trust
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.admission import ServerAdmission
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
+from cleave_dask.runtime.roles import Peer
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
@@ -47,11 +52,13 @@ class ServerRuntime:
 
     training_type = Training
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, trust: Trust) -> None:
         self.worker = worker
         self.trainings: dict[str, Training] = {}
         self.products: WeakValueDictionary[str, Product] = WeakValueDictionary()  # Dask owns them, as task results
         self.watches: WeakKeyDictionary[Training, Watch] = WeakKeyDictionary()  # what pages look at
+        self.trust = trust
+        self._names: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()
         self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
         calls: tuple[Callable[..., Any], ...] = (
             self.cleave_pull,
@@ -86,6 +93,7 @@ class ServerRuntime:
 
     async def cleave_push(
         self,
+        comm: Comm,
         run: str,
         step: int,
         job: int,
@@ -98,13 +106,20 @@ class ServerRuntime:
         moved: dict[str, tuple[int, float]] | None = None,
     ) -> dict[str, Any]:
         """A tile from a device, with how long it waited for operands and multiplied, and what its links carried."""
-        arrived = self.cleave_clock()
-        attempt = Attempt.of(device, pull_seconds, compute_seconds, timing=timing, moved=moved, arrived=arrived)
+        arrived, identity = self.cleave_clock(), self._identity(comm, device)
+        attempt = Attempt.of(identity, pull_seconds, compute_seconds, timing=timing, moved=moved, arrived=arrived)
+        check = self.trust.checks(identity, chance=randbits(53) / 2**53)
         try:
-            await self._off_loop(self._run(run).accept, step, job, tile, arrays, attempt)
-        except (TileRejected, StepError) as error:
-            logger.warning("Tile %s of job %s from %s rejected: %s", tile, job, device, error)
+            if identity in self.trust.quarantined:
+                raise StepError(f"{identity} is in quarantine: {self.trust.quarantined[identity]}")
+            await self._off_loop(partial(self._run(run).accept, step, job, tile, arrays, attempt, check=check))
+        except TileRejected as error:
+            await self._quarantine(identity, f"step {step}: {error}")
             return {"accepted": False, "why": str(error)}
+        except StepError as error:
+            return {"accepted": False, "why": str(error)}
+        if check:
+            self.trust.passed(identity)
         return {"accepted": True}
 
     async def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
@@ -148,10 +163,10 @@ class ServerRuntime:
         """The program of a step and where its tiles go."""
         self._training(run).load(lower(plan.graph, plan))
 
-    def cleave_begin(self, run: str, step: int, batch: dict[str, tuple[Array, str]]) -> None:
-        """Start a step on a batch: an array and its dtype for each source."""
+    def cleave_begin(self, run: str, step: int, batch: dict[str, tuple[Array, str]], first: bool) -> None:
+        """Start a step on a batch, an array and its dtype for each source; `first` of an update, or a further one."""
         tensors = {source: from_wire(array, dtype) for source, (array, dtype) in batch.items()}
-        self._training(run).begin(step, tensors)
+        self._training(run).begin(step, tensors, first=first)
 
     def cleave_get(self, run: str, name: str) -> dict[str, Any]:
         """One weight or buffer as it is now."""
@@ -238,6 +253,19 @@ class ServerRuntime:
         assert isinstance(training, Training)
         return training
 
+    def _identity(self, comm: Comm, device: str) -> str:
+        """Who is at the other end of a connection: by its certificate, else the name that it gave there first."""
+        peer: Peer | None = getattr(comm, "peer", None)
+        return peer.name if peer is not None and peer.role == "device" else self._names.setdefault(comm, str(device))
+
+    async def _quarantine(self, identity: str, why: str) -> None:
+        """A device has sent a wrong tile: it gets no more, and what it was believed is done again."""
+        if self.trust.caught(identity, why):
+            logger.error("%s is in quarantine: %s", identity, why)
+            for training in self.trainings.values():
+                training.distrust(identity)
+            await self.worker.scheduler.cleave_quarantine(device=identity, why=why)
+
     async def _off_loop(self, work: Callable[..., Result], *args: Any) -> Result:
         """Numpy and torch work in a thread, so that the event loop stays free for transfers."""
         return await asyncio.get_running_loop().run_in_executor(self.copies, work, *args)
@@ -248,7 +276,11 @@ _ADMISSION = ServerAdmission()
 
 def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
-    runtime = ServerRuntime(worker)
+    try:
+        trust = Trust(config.get("verify"))
+    except CleaveError as error:  # Dask would only log it, and go on as a worker that is no server
+        raise SystemExit(f"the server cannot start: {error}") from error
+    runtime = ServerRuntime(worker, trust)
     worker.extensions["cleave"] = runtime
     _ADMISSION.attach(worker, runtime.expected)
     facts = {"role": "server", "version": __version__}

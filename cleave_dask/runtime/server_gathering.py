@@ -23,6 +23,7 @@ from cleave_dask.runtime.wire import to_wire, wire_dtype
 from cleave_dask.runtime.wire_torch import from_wire
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Check = Callable[[int, Sequence[Array]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +77,20 @@ def _seconds(told: Any, *, most: float = 1e6) -> float:
 
 
 class TileRejected(Exception):
-    """A pushed tile that does not fit what was asked for."""
+    """A pushed tile that is not what was asked for."""
 
 
 def operand_slice(
-    gemm: Gemm, number: int, ranges: tuple[Range, Range], read: Callable[[str], torch.Tensor]
+    gemm: Gemm,
+    number: int,
+    ranges: tuple[Range, Range],
+    read: Callable[[str], torch.Tensor],
+    convert: Callable[[torch.Tensor], Array] = to_wire,
 ) -> tuple[list[Array], int]:
     """The parts of an operand's slice, ready to send, and the axis along which the device joins them."""
     operand = gemm.inputs[number]
     spans = ranges if gemm.kind == "gemm" else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
-    parts = [to_wire(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)]
+    parts = [convert(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)]
     return parts, operand.axis
 
 
@@ -156,12 +161,19 @@ class Gathering:
         """Which of these tiles have not come yet."""
         return [number for number in numbers if number not in self.accepted]
 
-    def accept(self, number: int, arrays: Sequence[Array]) -> bool:
-        """Take a tile; False if it was taken before. Raises TileRejected if it is not what was asked for."""
+    def accept(self, number: int, arrays: Sequence[Array], right: Check | None = None) -> bool:
+        """Take a tile; False if it was taken before. Raises TileRejected if it is not what was asked for.
+
+        `right` says whether a tile of the right form has the right numbers; operands are there until the last tile is.
+        """
+        if number in self.accepted:
+            return False  # whatever it is: nobody looks at it
         tensors = [
             self._checked(array, shape, dtype)
             for array, (shape, dtype) in zip(arrays, self._expected(number, len(arrays)), strict=True)
         ]
+        if right is not None and not self._is_right(right, number, arrays):
+            raise TileRejected(f"tile {number} of {self.gemm.name} is not the product of its operands")
         with self._lock:
             if number in self.accepted:
                 return False
@@ -176,6 +188,14 @@ class Gathering:
                     if self._waiting[follower] == 0 and follower in self._early:
                         ready.append(follower)
             return True
+
+    def _is_right(self, right: Check, number: int, arrays: Sequence[Array]) -> bool:
+        try:
+            return right(number, arrays)
+        except KeyError:
+            if number in self.accepted:
+                return True  # another device was first, and the operands have been freed since
+            raise
 
     def _expected(self, number: int, count: int) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of each array of a tile."""

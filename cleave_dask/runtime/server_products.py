@@ -10,6 +10,7 @@ import torch
 
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Tile
+from cleave_dask.runtime.server_checking import Checker
 from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, operand_slice, tile_nbytes
 
 Blocks = Sequence[Sequence[Any]]
@@ -24,14 +25,17 @@ class Product:
         self.gemm = gemm
         self._operands = {key: torch.from_numpy(array) for key, array in operands.items()}
         self._gathering = Gathering(gemm, tiles)
+        self._checker = Checker(gemm, tiles, self._operands.__getitem__)
 
     def slice(self, step: int, job: int, operand: int, ranges: tuple[Range, Range]) -> tuple[list[Array], int]:
         """The slice of an operand that a device asks for."""
         return operand_slice(self.gemm, operand, ranges, self._operands.__getitem__)
 
-    def accept(self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt) -> bool:
-        """Take a tile that a device pushed; False if it is here already."""
-        return self._gathering.accept(tile, arrays)
+    def accept(
+        self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt, *, check: bool = True
+    ) -> bool:
+        """Take a tile that a device pushed; False if it is here already. All are checked: there is no second try."""
+        return self._gathering.accept(tile, arrays, self._checker.right)
 
     def wanted(self, step: int, job: int, tiles: list[int]) -> list[int]:
         """Which of these tiles have not come yet."""

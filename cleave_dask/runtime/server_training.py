@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from threading import Lock
 from time import perf_counter, time
@@ -12,15 +13,16 @@ from typing import Any
 
 import torch
 
-from cleave_dask.errors import StepError
+from cleave_dask.errors import DistrustedError, StepError
 from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.calibration import Calibration
 from cleave_dask.planning.cost import tile_flops
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.history import History
-from cleave_dask.runtime.interpreter import load_constants, owned, run_gemm, run_op
+from cleave_dask.runtime.interpreter import Scope, load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
-from cleave_dask.runtime.rounds import Round
+from cleave_dask.runtime.rounds import Round, deaths
+from cleave_dask.runtime.server_checking import Checker
 from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice, tile_nbytes
 from cleave_dask.runtime.store import TileStore
 from cleave_dask.runtime.tiles_in_flight import TilesInFlight
@@ -79,6 +81,10 @@ class Training:
         self._losses: list[float] = []
         self._readers: dict[str, int] = {}
         self._gatherings: dict[int, Gathering] = {}
+        self._checkers: dict[int, Checker] = {}
+        self._unchecked: set[str] = set()  # devices that this update has taken tiles from without a check
+        self._distrusted: set[str] = set()  # devices that have sent a wrong tile
+        self._start: tuple[bytes, dict[str, torch.Tensor]] = (b"", {})  # random state and buffers before this update
         self._deaths: list[list[set[str]]] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._lock = Lock()
@@ -107,7 +113,7 @@ class Training:
         self.programs += 1
         self.plans.append((self.trace.count, lowered.plan))
         self.values.clear()
-        self._deaths = [_deaths(lowered.graph, this) for this in lowered.schedule.rounds]
+        self._deaths = [deaths(lowered.graph, this) for this in lowered.schedule.rounds]
         self._constants = self.constants()
 
     def constants(self) -> dict[str, torch.Tensor]:
@@ -118,14 +124,18 @@ class Training:
         """The loss of the step in flight, once its rounds are done."""
         return float(self.read(self.graph.loss))
 
-    def begin(self, step: int, batch: Mapping[str, torch.Tensor]) -> None:
-        """Start a step on a batch; whatever an unfinished step left behind is dropped."""
+    def begin(self, step: int, batch: Mapping[str, torch.Tensor], *, first: bool = True) -> None:
+        """Start a step on a batch, the first of an update or another; what an unfinished one left behind is dropped."""
         assert self.lowered is not None
         self.step = step
-        if not self._losses:
+        if first:
+            if self._losses:
+                self._rewind()
             self.counters = Counters()
             self.began = time()
-        self._gatherings = {}
+            self._unchecked.clear()
+            self._start = self.random_state, self._copied_buffers() if self.settings.accumulate > 1 else {}
+        self._gatherings, self._checkers = {}, {}
         self.flight.begin(self.lowered, {name: to_wire(tensor) for name, tensor in batch.items()}, self.random_state)
         torch.set_rng_state(torch.frombuffer(bytearray(self.random_state), dtype=torch.uint8))
         self._readers = dict(self.lowered.schedule.readers)
@@ -147,21 +157,25 @@ class Training:
             self.counters.down_bytes += sum(part.nbytes for part in parts)
         return parts, axis
 
-    def accept(self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt) -> bool:
+    def accept(
+        self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt, *, check: bool = True
+    ) -> bool:
         """Take a tile that a device pushed; False if it is here already."""
         self._check_step(step)
         assert self.lowered is not None
         start = perf_counter()
         gathering = self.gathering(job)
+        if not check:
+            self._unchecked.add(attempt.device)  # before its tile can be in any sum
         try:
-            fresh = gathering.accept(tile, arrays)
+            fresh = gathering.accept(tile, arrays, partial(self._right, job) if check else None)
         except TileRejected as error:
             with self._lock:
                 self.counters.rejected += 1
             self._note(gathering.gemm, tile, attempt, perf_counter() - start, str(error), arrays)
             raise
         seconds = perf_counter() - start
-        if fresh:
+        if fresh and check:
             self.flight.offer(job, tile, arrays)
         self._note(gathering.gemm, tile, attempt, seconds, ACCEPTED if fresh else DUPLICATE, arrays)
         with self._lock:
@@ -177,6 +191,22 @@ class Training:
                 work = tile_flops(self._job_gemm(job), planned), attempt.compute_seconds
                 self.calibration.observe(attempt.device, {"flops": work, **attempt.moved})
         return fresh
+
+    def _right(self, job: int, tile: int, arrays: Sequence[Array]) -> bool:
+        """Whether a tile is what its operands make."""
+        start = perf_counter()
+        checker = self._checkers.get(job)
+        if checker is None:
+            gathering = self.gathering(job)
+            checker = self._checkers.setdefault(job, Checker(gathering.gemm, gathering.tiles, self.read))
+        right = checker.right(tile, arrays)
+        with self._lock:
+            self.counters.spent["verify"] += perf_counter() - start
+        return right
+
+    def distrust(self, identity: str) -> None:
+        """A device has sent a wrong tile, to this run or to another: what it was believed before is done again."""
+        self._distrusted.add(identity)
 
     def wanted(self, step: int, job: int, tiles: list[int]) -> list[int]:
         """Which of these tiles have not come yet."""
@@ -218,10 +248,11 @@ class Training:
     def run_round(self, step: int, number: int) -> None:
         """Gather the jobs of a round, run its ops, publish what others need, free what nobody needs."""
         self._check_step(step)
+        self._check_trust()
         start = perf_counter()
         assert self.lowered is not None
         this: Round = self.lowered.schedule.rounds[number]
-        local = _Scope(self.values)
+        local = Scope(self.values)
         released = list(this.reads)
         for job in this.jobs:
             gathering = self.gathering(job)
@@ -241,6 +272,7 @@ class Training:
         self._release(released)
         for job in this.jobs:
             self._gatherings[job].outputs = []
+            self._checkers.pop(job, None)
         self.counters.spent["rounds"] += perf_counter() - start
 
     def _release(self, names: Iterable[str]) -> None:
@@ -255,6 +287,7 @@ class Training:
     def finish(self, step: int) -> dict[str, Any]:
         """End of a step: keep its gradients, and update the weights when the last micro-batch is in."""
         self._check_step(step)
+        self._check_trust()
         loss = self.loss()
         if not isfinite(loss):
             self.abandon()
@@ -290,7 +323,7 @@ class Training:
             self._losses = []
             self.history.add({**record, "ended": time()})
         self.values = {}
-        self._gatherings = {}
+        self._gatherings, self._checkers = {}, {}
         self.trace.seal()
         return record
 
@@ -327,6 +360,16 @@ class Training:
         for parameter in self.weights.values():
             parameter.grad = None
 
+    def _rewind(self) -> None:
+        """Go back to where this update began."""
+        self.abandon()
+        self.random_state, buffers = self._start
+        for name, tensor in buffers.items():
+            self.weights[name].copy_(tensor)
+
+    def _copied_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: self.weights[name].clone() for name, _ in self.graph.buffers}
+
     def close(self) -> None:
         """Let go of the checkpoint's folder."""
         self.flight.close()
@@ -337,31 +380,13 @@ class Training:
         if step != self.step:
             raise StepError(f"step {step} of '{self.name}' is over; step {self.step} is in flight")
 
+    def _check_trust(self) -> None:
+        liars = self._unchecked & self._distrusted
+        if liars:
+            raise DistrustedError(
+                f"{', '.join(sorted(liars))} sent a wrong tile after unchecked ones of this step; it is done again"
+            )
+
     def _job_gemm(self, job: int) -> Gemm:
         assert self.lowered is not None
         return self.lowered.schedule.jobs[job].gemm
-
-
-def _deaths(graph: StepGraph, this: Round) -> list[set[str]]:
-    """For each step of a round the values made in it that neither a later step of it nor anyone else reads."""
-    last: dict[str, int] = {}
-    for index, position in enumerate(this.steps):
-        item = graph.steps[position]
-        for name in (*item.reads, *item.writes):
-            last[name] = index
-    deaths: list[set[str]] = [set() for _ in this.steps]
-    for name, index in last.items():
-        if name not in this.publishes:
-            deaths[index].add(name)
-    return deaths
-
-
-class _Scope(dict[str, Any]):
-    """Values made in a round, before those that the round found."""
-
-    def __init__(self, outer: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.outer = outer
-
-    def __missing__(self, name: str) -> Any:
-        return self.outer[name]

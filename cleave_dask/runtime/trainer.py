@@ -10,7 +10,7 @@ The first step captures the module, plans it on the fleet and moves the weights 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +24,18 @@ from distributed.protocol import to_serialize
 from distributed.spans import SpanMetadata
 
 from cleave_dask import config
-from cleave_dask.errors import BatchError, CheckpointError, CleaveError, ClusterError, InputError, StepError
+from cleave_dask.errors import (
+    CheckpointError,
+    CleaveError,
+    ClusterError,
+    DistrustedError,
+    InputError,
+    StepError,
+)
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import html_table, quantity
 from cleave_dask.graph.capture import capture, flatten_batch
+from cleave_dask.graph.capture_batch import micro_batches
 from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.adapting import Adapter
 from cleave_dask.planning.adapting import Planner as Planner  # part of the trainer's own signature
@@ -103,24 +111,35 @@ class Trainer:
         """One optimizer update on a batch, given as the module's forward takes it; returns the loss."""
         if self._adapter is not None and self._adapter.step_begins(self._fleet()):
             self._load()
-        for micro_args, micro_kwargs in _micro_batches(args, kwargs, self._accumulate):
-            if self._adapter is None:
-                graph = capture(self._module, *micro_args, **micro_kwargs)
-                self._adapter = Adapter(graph, self._planner, self._fleet(), new_grids=self._replan)
-                self._load()
-            self._take_up()
-            record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs))
+        while True:
+            try:
+                record = self._update(args, kwargs)
+            except DistrustedError as error:
+                logger.warning("%s", error)
+            else:
+                break
         self._return()
         self.records.append(record)
         loss: float = record["loss"]
         return loss
 
-    def _pass(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All micro-batches of a step, one after the other; the record of the last, which has updated the weights."""
+        for number, (micro_args, micro_kwargs) in enumerate(micro_batches(args, kwargs, self._accumulate)):
+            if self._adapter is None:
+                graph = capture(self._module, *micro_args, **micro_kwargs)
+                self._adapter = Adapter(graph, self._planner, self._fleet(), new_grids=self._replan)
+                self._load()
+            self._take_up()
+            record = self._pass(flatten_batch(self.graph, micro_args, micro_kwargs), first=number == 0)
+        return record
+
+    def _pass(self, batch: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, Any]:
         """Forward, loss and backward of one micro-batch; the last one of a step also updates the weights."""
         step = self._passes
         self._passes += 1
         wired = {source: (to_serialize(to_wire(tensor)), _dtype(tensor)) for source, tensor in batch.items()}
-        self._call("cleave_begin", step=step, batch=wired)
+        self._call("cleave_begin", step=step, batch=wired, first=first)
         future = submit(self.client, self._run, step, replace(self.lowered.skeleton, resumed=self._resumed))
         try:
             return self._wait(future)
@@ -336,25 +355,6 @@ def submit(client: Client, run: str, step: int, skeleton: Skeleton) -> Future[An
         internal_priority={key: 0},  # the plugin ranks the rest; an empty mapping would have Dask order them all
     )
     return futures[key]
-
-
-def _micro_batches(
-    args: tuple[Any, ...], kwargs: dict[str, Any], count: int
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The batch cut along its first axis; whatever is no tensor goes to each micro-batch as it is."""
-    if count == 1:
-        yield args, kwargs
-        return
-    leaves, structure = torch.utils._pytree.tree_flatten((args, kwargs))
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
-            raise BatchError(
-                f"a batch of shape {tuple(leaf.shape)} cannot be cut into {count} equal micro-batches; "
-                f"make its first axis a multiple of accumulate={count}"
-            )
-    pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
-    for index in range(count):
-        yield torch.utils._pytree.tree_unflatten([piece[index] for piece in pieces], structure)
 
 
 def _canonical_names(module: torch.nn.Module) -> dict[str, str]:

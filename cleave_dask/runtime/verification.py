@@ -38,6 +38,9 @@ by 3e-4 of its typical size in float32, and by a third of it in bfloat16, where 
 
 **Infinity and NaN** must come from the operands, or from a sum that leaves the range of the dtype.
 Products in less than the tile's precision (TF32, halves summed in halves) are not honest in this sense.
+
+Tiles that share a slice of B share its vectors too: B X is computed once (`RightSide`). A device learns nothing of them
+but whether its own tile was accepted, and a device whose tile was not is asked for no more.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from cleave_dask.errors import InputError
-from cleave_dask.runtime.wire import Array, dtype_name, to_wire, widen, wire_dtype
+from cleave_dask.runtime.wire import Array, as_array, dtype_name, widen, wire_dtype
 
 VECTORS = 8
 SPREAD = 6.0
@@ -109,36 +112,63 @@ def verify_tile(a: Any, b: Any, c: Any, *, seed: int, dtype: str | None = None) 
         )
     if any(dtype_name(array) not in (name, wire_dtype(name)) for array in (a, b, c)):
         return False
-    a, b, c = to_wire(a), to_wire(b), to_wire(c)
+    a, b, c = as_array(a), as_array(b), as_array(c)
     if a.ndim not in (2, 3) or b.ndim != a.ndim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         return False
     if c.shape != (*a.shape[:-1], b.shape[-1]):
         return False
-    with np.errstate(all="ignore"):
-        if a.ndim == 2:
-            return _verify(a, b, c, name, [seed])
-        return all(_verify(a[i], b[i], c[i], name, [seed, i]) for i in range(len(a)))
+    if a.ndim == 2:
+        return RightSide.of(b, name, [seed]).verify(a, c)
+    return all(RightSide.of(b[i], name, [seed, i]).verify(a[i], c[i]) for i in range(len(a)))
 
 
-def _verify(a: Array, b: Array, c: Array, dtype: str, seed: list[int]) -> bool:
-    """The same for matrices of agreeing shapes."""
-    if c.size == 0 or a.shape[1] == 0:
-        return not c.any()
-    precision = PRECISIONS[dtype]
-    a, b, c = widen(a, dtype), widen(b, dtype), widen(c, dtype)
-    scale = _column_scale(b[:: max(1, len(b) // SAMPLED)], precision)
-    if not scale.all():
-        scale = _column_scale(b, precision)
-    fits = scale > 0
-    sieved = b, c
-    if not fits.all():
-        odd = np.flatnonzero(~fits)  # columns of zeros, or out of the range in which squares can be summed
-        odd = odd[b[:, odd].any(axis=0) | c[:, odd].any(axis=0)]
-        if odd.size and not _elements_right(a, b[:, odd], c[:, odd], np.arange(len(a)), precision):
-            return False
-        sieved = np.where(fits, b, 0), np.where(fits, c, 0)
-    vectors = scale[:, None] * _vectors(seed, len(scale), a.dtype)
-    return _elements_right(a, b, c, _suspects(a, *sieved, precision, vectors), precision)
+@dataclass(frozen=True, slots=True)
+class RightSide:
+    """A slice of B with its random vectors, for all tiles that multiply it."""
+
+    b: Array  # as it travels
+    dtype: str
+    fits: Array  # columns whose squares can be summed
+    x: Array  # scaled vectors, 0 in columns that do not fit
+    y: Array  # B x
+
+    @classmethod
+    def of(cls, b: Array, dtype: str, seed: list[int]) -> Self:
+        """Draw the vectors of a slice and multiply it by them."""
+        precision, wide = PRECISIONS[dtype], _wide(b, dtype)
+        with np.errstate(all="ignore"):
+            scale = _column_scale(wide[:: max(1, len(wide) // SAMPLED)], precision)
+            if not scale.all():
+                scale = _column_scale(wide, precision)
+            fits = scale > 0
+            x = (scale[:, None] * _vectors(seed, len(scale), wide.dtype)).astype(wide.dtype, copy=False)
+            return cls(b, dtype, fits, x, (wide if fits.all() else np.where(fits, wide, 0)) @ x)
+
+    def verify(self, a: Array, c: Array) -> bool:
+        """Whether c is a @ b, for matrices of agreeing shapes."""
+        if c.size == 0 or a.shape[1] == 0:
+            return not c.any()
+        precision, left, product = PRECISIONS[self.dtype], _wide(a, self.dtype), _wide(c, self.dtype)
+        with np.errstate(all="ignore"):
+            sieved = product
+            if not self.fits.all():
+                wide = _wide(self.b, self.dtype)
+                odd = np.flatnonzero(~self.fits)  # columns of zeros, or out of the range in which squares can be summed
+                odd = odd[wide[:, odd].any(axis=0) | product[:, odd].any(axis=0)]
+                if odd.size and not _elements_right(left, wide[:, odd], product[:, odd], np.arange(len(a)), precision):
+                    return False
+                sieved = np.where(self.fits, product, 0)
+            rows = _suspects(left, sieved, precision, self.x, self.y)
+            return rows.size == 0 or _elements_right(left, _wide(self.b, self.dtype), product, rows, precision)
+
+
+def _wide(array: Array, dtype: str) -> Array:
+    """A matrix to compute with, in a layout that BLAS takes as it is; views cut from a larger one are not copied."""
+    wide: Array = widen(array, dtype)
+    for across, along in ((0, 1), (1, 0)):
+        if wide.strides[along] == wide.itemsize and wide.strides[across] >= wide.itemsize * wide.shape[along]:
+            return wide
+    return np.ascontiguousarray(wide)
 
 
 def _column_scale(b: Array, precision: Precision) -> Array:
@@ -157,12 +187,11 @@ def _vectors(seed: list[int], count: int, dtype: Any) -> Array:
     return entries
 
 
-def _suspects(a: Array, b: Array, c: Array, precision: Precision, x: Array) -> Array:
+def _suspects(a: Array, c: Array, precision: Precision, x: Array, y: Array) -> Array:
     """Rows whose residual is not explained by typical rounding, the least explained first."""
-    y = b @ x
     product = a @ y
     residual, found = _mean_square(c @ x - product), _mean_square(product)
-    sums, halves = precision.sum_unit**2 * (a.shape[1] + b.shape[1]), precision.unit**2
+    sums, halves = precision.sum_unit**2 * (a.shape[1] + c.shape[1]), precision.unit**2
     rows = np.flatnonzero(~((residual <= (2 * sums + halves) * found) & np.isfinite(found)))
     if rows.size == 0:
         return rows

@@ -27,13 +27,17 @@ def to_wire(array: Any) -> Array:
     """
     if getattr(array, "is_meta", False):
         return hollow(tuple(array.shape), dtype_name(array))
-    if isinstance(array, np.ndarray):
-        sent = array.view(np.uint16) if dtype_name(array) == "bfloat16" else array
-    else:
-        sent = _from_torch(array)
+    sent = as_array(array)
     if sent.flags.c_contiguous or sent.flags.f_contiguous:
         return sent
     return sent.copy(order="K" if sent.ndim == 2 and 0 not in sent.strides else "C")
+
+
+def as_array(array: Any) -> Array:
+    """The same memory as numpy sees it, in whatever order it is."""
+    if isinstance(array, np.ndarray):
+        return array.view(np.uint16) if dtype_name(array) == "bfloat16" else array
+    return _from_torch(array)
 
 
 def hollow(shape: tuple[int, ...], dtype: str) -> Array:
