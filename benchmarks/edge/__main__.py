@@ -67,7 +67,8 @@ def main() -> int:
         return 2
     if shaping == "namespaces" and (left := remove_leftovers()):
         console.print(f"removed {len(left)} namespaces that an earlier run left behind")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends this politely wants it to clean up, too
+    for ending in (signal.SIGINT, signal.SIGTERM):  # both clean up, also where the shell had them ignored
+        signal.signal(ending, signal.default_int_handler)
     effort = Effort(1 if options.quick else options.steps, options.budget)
     try:
         for name in options.settings:

@@ -80,13 +80,13 @@ def systems(shaping: Shaping = "namespaces") -> Mapping[str, System]:
 
 def measure(name: str, system: System, setting: Setting, effort: Effort) -> Row:
     """The row of a system, stamped; what goes wrong is its row too, and the others go on."""
-    load = os.getloadavg()[0]
+    version, began, load = commit(), f"{datetime.now(UTC):%Y-%m-%d %H:%M}", round(os.getloadavg()[0], 1)
     try:
         row = system.run(setting, effort)
     except Exception as error:  # whatever a peer dies of
         said = str(error).strip().splitlines()
         row = Row.failed(setting.name, name, said[0] if said else type(error).__name__)
-    return replace(row, commit=commit(), when=f"{datetime.now(UTC):%Y-%m-%d %H:%M}", load=round(load, 1))
+    return replace(row, commit=version, when=began, load=load)
 
 
 def commit() -> str:
