@@ -60,7 +60,7 @@ def read_reasons() -> Reason | None:
         if not isinstance(wish, bool):
             raise InputError(f"setting 'cleave.device.{name}' is {wish!r}; give true or false")
     file = config.get("device.pause_file")
-    return reasons(file=None if file is None else Path(file), **wishes)
+    return reasons(file=None if file is None else Path(file).expanduser(), **wishes)
 
 
 def amount(key: str, dimension: Dimension) -> float | None:
