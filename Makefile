@@ -15,7 +15,7 @@ endif
 pytest = $(BIN)/python -m pytest $(1) $(ARGS) || test $$? -eq 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format docs bench bench-edge soak clean
+.PHONY: help setup browser train test lint format docs bench bench-edge soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,9 +34,23 @@ $(INSTALLED): pyproject.toml constraints.txt
 train: setup ## train a tiny Llama on four device processes of this machine (RECIPE=tiny-opt ARGS="--steps 50")
 	@$(BIN)/cleave train $(RECIPE) $(ARGS)
 
-test: lint ## check style and types, then run all tests: units, clusters, short chaos (ARGS="-k tiles")
+test: lint browser ## check style and types, then run all tests: units, clusters, browser, short chaos (ARGS="-k tiles")
 	$(call pytest,-m unit -n auto)
 	$(call pytest,-m "not unit and not bench" --durations 15)
+
+browser: ## install Chromium for the browser tests, where that can be done (Debian, as root)
+	@test -z "$$CLEAVE_BROWSER" || exit 0; \
+	for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+		if command -v $$name >/dev/null; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && [ -f /etc/debian_version ] && command -v apt-get >/dev/null; then \
+		echo "installing Debian's chromium for the browser tests"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		timeout 120 apt-get update -qq -o Acquire::Retries=1 && \
+		timeout 300 apt-get install -y -qq --no-install-recommends chromium >/dev/null && exit 0; \
+		echo "chromium could not be installed with apt-get" >&2; \
+	fi; \
+	echo "browser tests will be skipped: install chromium or Chrome, or set CLEAVE_BROWSER to one" >&2
 
 lint: setup ## check style (ruff) and types (mypy)
 	$(BIN)/ruff check

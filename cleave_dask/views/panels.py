@@ -62,15 +62,15 @@ class Binding(Panel):
 
     def html(self, story: Story) -> str:
         """Bars, the busiest resource first and coloured."""
-        loads = story.loads()
+        loads, (resource, why) = story.loads(), story.binding()
         bars = "".join(
-            f'<div class="name" title="{escape(load.note)}">{_bold(load.resource, place == 0)}</div>'
-            f'<div class="track" title="{escape(load.note)}"><div class="fill{" binds" * (place == 0)}" '
+            f'<div class="name" title="{escape(load.note)}">{_bold(load.resource, load.resource == resource)}</div>'
+            f'<div class="track" title="{escape(load.note)}"><div class="fill{" binds" * (load.resource == resource)}" '
             f'style="width:{100 * load.share:.1f}%"></div></div><div class="number">{load.share:.0%}</div>'
-            for place, load in enumerate(loads)
+            for load in loads
         )
-        says = story.binding() if loads else "What binds: nothing yet, the first step must be over"
-        head = f'<h2 class="says">{escape(says[0].upper() + says[1:])}</h2>'
+        says = f"{resource[0].upper()}{resource[1:]} binds" if resource else "What binds"
+        head = f'<h2 class="says">{escape(says)}</h2><div class="why">{escape(why)}</div>'
         return f'{head}<div class="bars">{bars}</div>{self._progress(story) if self.live else ""}'
 
     def _progress(self, story: Story) -> str:

@@ -208,15 +208,15 @@ class Story:
             found.append(Load("scheduler", min(1.0, self.scheduler), "of its one thread"))
         return sorted(found, key=lambda load: -load.share)
 
-    def binding(self) -> str:
-        """The resource that binds now, in words."""
+    def binding(self) -> tuple[str, str]:
+        """The resource that binds now, and why; nothing before the first step is over."""
         loads = self.loads()
         if not loads:
-            return "nothing is measured yet"
+            return "", "known when the first step is over"
         planned = f"; planned: {self.plan['binding']}" if self.plan.get("binding") else ""
         if loads[0].share < BUSY:
-            return f"latency binds: no resource is busy for more than {loads[0].share:.0%} of a step{planned}"
-        return f"{loads[0].resource} binds: busy {loads[0].share:.0%} of a step{planned}"
+            return "latency", f"no resource is busy for more than {loads[0].share:.0%} of a step{planned}"
+        return loads[0].resource, f"busy for {loads[0].share:.0%} of a step{planned}"
 
     def headline(self) -> list[tuple[str, str, str]]:
         """Label, value and note of the most important numbers."""

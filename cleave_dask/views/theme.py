@@ -30,6 +30,7 @@ STYLE = """
 :host { font-family: Helvetica, Arial, sans-serif; font-size: 13px; color: #333; display: block; width: 100%; }
 .bk-clearfix { width: 100%; }
 h2 { font-size: 13px; margin: 0 0 6px 0; font-weight: bold; color: #444; }
+.why { color: #777; margin: -3px 0 6px 0; font-size: 12px; }
 .cards { display: flex; flex-wrap: wrap; gap: 8px; }
 .card { flex: 1 1 120px; background: white; border: 1px solid #e3e3e3; border-radius: 4px; padding: 6px 12px; }
 .card .label { color: #777; font-size: 12px; }
@@ -45,7 +46,7 @@ h2 { font-size: 13px; margin: 0 0 6px 0; font-weight: bold; color: #444; }
 .bars .name { text-align: right; white-space: nowrap; }
 .bars .number { font-variant-numeric: tabular-nums; color: #555; }
 .bars b { color: #333; }
-.steps { display: grid; grid-template-columns: 108px 1fr 110px; gap: 3px 8px; align-items: center; margin-top: 12px; }
+.steps { display: grid; grid-template-columns: 108px 1fr 110px; gap: 3px 8px; align-items: center; }
 .steps .track { background: #ececec; border-radius: 2px; height: 9px; overflow: hidden; }
 .steps .fill { height: 100%; background: #0072B2; }
 .steps .name { text-align: right; }
