@@ -15,7 +15,7 @@ endif
 pytest = $(BIN)/python -m pytest $(1) $(ARGS) || test $$? -eq 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser train test lint format docs bench bench-edge soak clean
+.PHONY: help setup browser train test lint format docs bench bench-edge soak clean fuzz
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-edge: setup ## measure this package and its peers on shaped links, side by
 
 soak: setup ## train for an hour while devices are killed, stopped and started (ARGS="--minutes 5")
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+fuzz: setup ## give every parser of device bytes 20,000 examples each (EXAMPLES=1000000)
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest tests/runtime/test_fuzzing.py --timeout 0 $(ARGS)
 
 clean: ## remove .venv, caches and build output; checkpoints stay
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -118,15 +118,19 @@ def _parts(lengths: tuple[int, ...]) -> Generator[Wanted, memoryview, dict[int, 
 
 def read_array(header: Mapping[str, Any], data: memoryview) -> Any:
     """The array that Dask's header describes; OPAQUE if it is anything else than numbers as they lie in memory."""
-    if any(method is not None for method in header.get("compression") or ()):
+    methods = header.get("compression") or ()
+    if not isinstance(methods, tuple) or any(method is not None for method in methods):
         raise Refused("a compressed array; a device sends numbers as they are")
     form = header.get("sub-header")
     if header.get("serializer") != "dask" or not isinstance(form, dict) or form.keys() - _FORM:
         return OPAQUE
-    kind, shape, strides = (form.get(name, ()) for name in ("dtype", "shape", "strides"))
-    if not isinstance(kind, tuple) or len(kind) != 2 or kind[0] != 0 or kind[1] not in _NUMBERS:
+    kind, inner, strides = (form.get(name, ()) for name in ("dtype", "shape", "strides"))
+    shape = form.get("broadcast_to", inner)  # Dask says so of axes that are as good as none
+    if not isinstance(kind, tuple) or len(kind) != 2 or kind[0] != 0 or not isinstance(kind[1], str):
         return OPAQUE
-    if not _whole(shape) or not _whole(strides) or len(shape) > _DIMENSIONS:
+    if kind[1] not in _NUMBERS:
+        return OPAQUE
+    if not all(map(_whole, (shape, inner, strides))) or len(shape) > _DIMENSIONS or prod(shape) != prod(inner):
         return OPAQUE
     dtype = np.dtype(kind[1])
     if prod(shape) * dtype.itemsize != data.nbytes:
@@ -135,12 +139,12 @@ def read_array(header: Mapping[str, Any], data: memoryview) -> Any:
         return np.empty(shape, dtype)
     for order in "CF":
         array: Array = np.ndarray(shape, dtype, data, order=order)  # type: ignore[arg-type]
-        if array.strides == strides:
+        if all(size == 1 or mine == told for size, mine, told in zip(shape, array.strides, strides, strict=False)):
             return array
     return OPAQUE
 
 
-_FORM = frozenset(("dtype", "shape", "strides", "writeable"))
+_FORM = frozenset(("broadcast_to", "dtype", "shape", "strides", "writeable"))
 
 
 def _whole(value: Any) -> bool:
