@@ -40,6 +40,7 @@ QUIET = {
     "distributed.admin.system-monitor.interval": "2s",
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,
+    "distributed.comm.timeouts.connect": "300s",  # hundreds of workers join at once, on cores that do other things too
 }
 
 
@@ -121,11 +122,12 @@ async def fleet(address: str, devices: int) -> Any:
     figures = {"role": "device", "flops": 1e12, "memory": 1e9, "down": 1e9, "up": 1e9, "latency": 1e-4}
     workers = []
     for name in ["server", *(f"device-{number}" for number in range(devices))]:
-        worker = Worker(address, nthreads=3, name=name, dashboard=False, heartbeat_interval="10s")
+        worker = Worker(address, nthreads=3, name=name, dashboard=False, heartbeat_interval="60s")
         facts = {"role": "server"} if name == "server" else figures
         worker.startup_information["cleave"] = partial(_told, facts)
         workers.append(worker)
-    await asyncio.gather(*workers)
+    for first in range(0, len(workers), 32):
+        await asyncio.gather(*workers[first : first + 32])
     client = await Client(address, asynchronous=True, set_as_default=False)
     try:
         yield client, workers[0].address

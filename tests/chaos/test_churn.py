@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
+import pytest
 import torch
 from distributed import Client
 
@@ -14,16 +20,20 @@ from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
-from tests.waiting import until_tasks
+from tests.waiting import until, until_tasks
 
 STEPS = 12
 
 
-def train(client: Client, steps: int = STEPS) -> list[float]:
-    """Losses of a short run on a fixed grid."""
+def trainer_of(client: Client) -> Trainer:
     module = models.llama()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    with Trainer(module, optimizer, client, plan=partial(plan, min_flops=0, grid=(2, 2, 2))) as trainer:
+    return Trainer(module, optimizer, client, plan=partial(plan, min_flops=0, grid=(2, 2, 2)))
+
+
+def train(client: Client, steps: int = STEPS) -> list[float]:
+    """Losses of a short run on a fixed grid."""
+    with trainer_of(client) as trainer:
         return [trainer.step(**models.tokens(seed=step)) for step in range(steps)]
 
 
@@ -48,6 +58,16 @@ def script(names: list[str], seconds: float, seed: int) -> Churn:
     )
 
 
+@contextmanager
+def stopping(pid: int) -> Iterator[None]:
+    """A process stands still while the block runs."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_churn_changes_nothing_but_the_time(chaos_seed: int) -> None:
     with LocalFleet(4) as fleet, fleet.get_client() as client:
         calm = train(client)
@@ -58,19 +78,30 @@ def test_churn_changes_nothing_but_the_time(chaos_seed: int) -> None:
                 losses.append(train(client))
         assert losses
         assert all(run == calm for run in losses)
+        stopped = chaos_seed % 4
+        with stopping(fleet.pids[f"device-{stopped}"]):
+            before = facts_of(client)["handovers"]
+            assert train(client, steps=2) == calm[:2]
         facts = facts_of(client)
         assert facts["broken"] is None
-        assert facts["handovers"] > 0, "a stopped device was never noticed"
+        assert facts["handovers"] > before, "a stopped device was never noticed"
         until_tasks(client, 0)
 
 
-def test_a_step_waits_for_a_device_and_goes_on() -> None:
-    with LocalFleet(2) as fleet, fleet.get_client() as client:
-        calm = train(client, steps=4)
-        everyone = sorted(fleet.pids)
-        churn = Churn(
-            (*(Event(0.3, name, "leave") for name in everyone), *(Event(4.0, name, "join") for name in everyone))
-        )
-        with fleet.under(churn) as happened:
-            while happened.total() < len(churn):
-                assert train(client, steps=4) == calm
+def test_a_step_waits_for_a_device_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalFleet(2) as fleet, fleet.get_client() as client, ThreadPoolExecutor(1) as thread:
+        calm = train(client, steps=3)
+        with trainer_of(client) as trainer:
+            losses = [trainer.step(**models.tokens(seed=0))]
+            for pid in fleet.pids.values():
+                os.kill(pid, signal.SIGKILL)
+            until(lambda: not facts_of(client)["device"], "both devices are gone")
+            step = thread.submit(trainer.step, **models.tokens(seed=1))
+            until(lambda: "No device is left: the step waits" in caplog.text, "it says so")
+            assert not step.done()
+            fleet.restart("device-0")
+            losses.append(step.result())
+            assert "device-0 is back: the step goes on" in caplog.text
+            fleet.restart("device-1")
+            losses.append(trainer.step(**models.tokens(seed=2)))
+    assert losses == calm

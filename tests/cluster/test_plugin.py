@@ -18,6 +18,7 @@ from distributed import Client, Scheduler
 from cleave_dask.errors import ClusterError
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
+from cleave_dask.runtime import cluster
 from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
@@ -40,7 +41,11 @@ def trainer_of(client: Client) -> Trainer:
     return Trainer(module, optimizer, client, plan=partial(plan, min_flops=0, grid=(4, 2, 1)))
 
 
-def test_an_exception_in_the_plugin_fails_the_step_and_nothing_is_placed_by_other_rules() -> None:
+def test_another_version_is_refused_and_an_exception_in_the_plugin_fails_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And nothing is placed by other rules."""
+
     def spoil(dask_scheduler: Scheduler) -> None:
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("out of order")
@@ -49,6 +54,10 @@ def test_an_exception_in_the_plugin_fails_the_step_and_nothing_is_placed_by_othe
         steering.dispatcher.parcel_ready = broken
 
     with LocalFleet(1) as fleet, fleet.get_client() as client, trainer_of(client) as trainer:
+        with monkeypatch.context() as other:
+            other.setattr(cluster, "__version__", "9.9")
+            with pytest.raises(ClusterError, match=r"runs cleave-dask .*, this client 9\.9; install the same version"):
+                trainer_of(client)
         client.run_on_scheduler(spoil)
         with pytest.raises(ClusterError, match="plugin is broken: decide failed with RuntimeError: out of order"):
             trainer.step(**models.tokens())

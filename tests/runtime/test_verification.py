@@ -4,91 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from benchmarks.tiles import OPERANDS, Array, changed, multiply, tile, tolerances
+from benchmarks.verification import run
 from cleave_dask.errors import InputError
 from cleave_dask.runtime.kernels import load_kernel
-from cleave_dask.runtime.verification import PRECISIONS, SPREAD, verify_tile
+from cleave_dask.runtime.verification import SPREAD, verify_tile
 from cleave_dask.runtime.wire import narrow, widen
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Pair = tuple[Array, Array]
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-NUMPY = load_kernel("numpy")
-
-
-def normal(rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-    return rng.standard_normal((m, k)), rng.standard_normal((k, n))
-
-
-def cancelling(rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-    """A product that is tiny against the terms that it is summed from."""
-    a, b = normal(rng, m, k, n)
-    return np.hstack([a, -a]), np.vstack([b, b * (1 + 1e-6 * rng.standard_normal(b.shape))])
-
-
-def uneven_within(rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-    a, b = normal(rng, m, k, n)
-    inner = 10.0 ** rng.uniform(-6, 6, k)
-    return a * inner, b / inner[:, None]
-
-
-def low_rank(rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-    return rng.standard_normal((m, 1)) * np.ones(k), np.ones((k, 1)) * rng.standard_normal(n)
-
-
-def softmax(rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-    a, b = normal(rng, m, k, n)
-    weights = np.exp(5 * a)
-    return weights / weights.sum(axis=1, keepdims=True), b
-
-
-def scaled(left: float, right: float) -> Callable[[np.random.Generator, int, int, int], Pair]:
-    def operands(rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-        a, b = normal(rng, m, k, n)
-        return a * left, b * right
-
-    return operands
-
-
-OPERANDS: dict[str, Callable[[np.random.Generator, int, int, int], Pair]] = {
-    "normal": normal,
-    "positive": lambda rng, m, k, n: (rng.random((m, k)), rng.random((k, n))),
-    "far from zero": lambda rng, m, k, n: (rng.random((m, k)) + 100, rng.random((k, n)) + 100),
-    "constant": lambda rng, m, k, n: (np.full((m, k), 0.1), np.full((k, n), 0.3)),
-    "alternating": lambda rng, m, k, n: (np.full((m, k), 0.1) * (-1.0) ** np.arange(k), np.full((k, n), 0.3)),
-    "cancelling": cancelling,
-    "uneven rows": lambda rng, m, k, n: (normal(rng, m, k, n)[0] * 10.0 ** rng.uniform(-9, 9, (m, 1)), np.ones((k, n))),
-    "uneven columns": lambda rng, m, k, n: (np.ones((m, k)), normal(rng, m, k, n)[1] * 10.0 ** rng.uniform(-9, 9, n)),
-    "uneven within": uneven_within,
-    "low rank": low_rank,
-    "sparse": lambda rng, m, k, n: (rng.random((m, k)) * (rng.random((m, k)) < 0.05), normal(rng, m, k, n)[1]),
-    "zero": scaled(0, 0),
-    "softmax": softmax,
-    "tiny": scaled(1e-25, 1e-18),
-    "subnormal": scaled(1e-39, 1),
-    "huge": scaled(1e20, 1e17),
-    "overflowing": scaled(1e25, 1e18),
-}
-
-
-def tile(kind: str, dtype: str, rng: np.random.Generator, m: int, k: int, n: int) -> Pair:
-    """Operands of a kind, as they travel."""
-    operands = OPERANDS[kind](rng, m, k, n)
-    if dtype == "float64":
-        return operands
-    with np.errstate(all="ignore"):
-        a, b = (narrow(array.astype("float32"), dtype) for array in operands)
-    return a, b
-
-
-def multiply(a: Array, b: Array, dtype: str) -> Array:
-    return NUMPY.run("gemm", (a, b), dtype=dtype)[0]
 
 
 def orders(a: Array, b: Array, dtype: str, rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
@@ -138,25 +66,6 @@ def test_roundings_that_all_go_one_way_are_honest() -> None:
     assert np.abs(c / exact - 1).max() > 2 * SPREAD * np.sqrt(k) * 2**-24
     assert verify_tile(a, b, c, seed=1)
     assert not verify_tile(a, b, c * np.float32(1.01), seed=1)
-
-
-def tolerances(a: Array, b: Array, c: Array, dtype: str) -> tuple[Array, Array]:
-    """From the docstring: the bound of each element, and t for each row, times the norm of each column."""
-    precision = PRECISIONS[dtype]
-    a, b, c = (widen(array, dtype).astype("float64") for array in (a, b, c))
-    k, n = b.shape
-    growth = 2 * k if dtype == "float64" else min(k, SPREAD * np.sqrt(k))
-    bound = growth * precision.sum_unit * (np.abs(a) @ np.abs(b)) + precision.unit * np.abs(a @ b)
-    norms = np.sqrt(np.square(b).sum(axis=0))
-    walk, size = np.square(a) @ np.square(b / norms).sum(axis=1), np.square(c / norms).sum(axis=1)
-    sieve = np.sqrt(precision.sum_unit**2 * (k + n) * (walk + size) + precision.unit**2 * size)
-    return bound, sieve[:, None] * norms
-
-
-def changed(c: Array, error: Array, dtype: str) -> Array:
-    """A tile with an error added, as it travels."""
-    wrong: Array = widen(c, dtype) + error
-    return wrong if dtype == "float64" else np.asarray(narrow(wrong.astype("float32"), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -336,3 +245,14 @@ def test_the_verdict_depends_on_nothing_but_its_arguments() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, cleave_dask.runtime.verification; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_thousands_of_wrong_and_of_honest_tiles() -> None:
+    """A part of what `python benchmarks/verification.py` does with 100,000 tiles of each."""
+    for row in run(1_400, seed=1):
+        assert row["wrongly rejected"] == 0, row
+        assert row["accepted beyond tolerance"] == 0, row
+        if row["tiles"] == "low bit":
+            assert row["within tolerance"] > 0
+        if row["tiles"] in ("zeros", "another tile", "noise"):
+            assert row["rejected"] == row["count"]
