@@ -6,7 +6,7 @@ Wrong tiles: one element with a low, a middle or a high bit flipped, two rows sw
 noise over the whole tile, as small as it may be and still be beyond the tolerance. That is, as
 `runtime/verification.py` derives it: an element that exceeds its bound by 4 t of its row if it is the only wrong one,
 by 32 t else. Honest tiles: operands of every kind of `tiles.OPERANDS`, ill-conditioned ones included. Both in float32
-and bfloat16. Shapes are small, 8 to 48 a side: what a check sees of a tile does not depend on its size but through k and n.
+and bfloat16. Shapes are small, 8 to 48 a side: what a check sees of a tile does not depend on its size but by k and n.
 """
 
 from __future__ import annotations
