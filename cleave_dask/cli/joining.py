@@ -11,7 +11,7 @@ import click
 
 from cleave_dask.cli import fleets
 from cleave_dask.cli.frame import debug_option, json_option, print_json
-from cleave_dask.errors import AccessError
+from cleave_dask.errors import AccessError, InputError
 
 _WORKER = ("--no-nanny", "--no-dashboard", "--preload", "cleave_dask.runtime.device")
 
@@ -31,15 +31,20 @@ def join(
 
     The first time it takes the TOKEN that `cleave serve` printed; after that it is known there, until its certificate
     expires or is revoked. What follows is given to `dask worker`: --nthreads 2 --memory-limit 2GB. The key is made here
-    and stays here.
+    and stays here. A second device on one machine needs a --name of its own.
     """
     from cleave_dask.runtime.credentials import DeviceFolder
     from cleave_dask.runtime.enrolment import enrol, parse_url
+    from cleave_dask.runtime.roles import NAME
 
     if token is not None and token.startswith("-"):  # an option of the worker, not a token
         options = (token, *options)
         token = None
-    folder = DeviceFolder(fleets.security_folder(), *parse_url(url))
+    if name is not None and not NAME.fullmatch(name):
+        raise InputError(
+            f"--name is {name!r}; use letters, digits, '-', '_' and '.', 63 at most, a letter or digit first"
+        )
+    folder = DeviceFolder(fleets.security_folder(), *parse_url(url), name)
     facts = folder.facts()
     if token is not None:
         facts = enrol(url, token, name or _default_name(), folder)

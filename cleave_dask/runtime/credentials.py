@@ -147,10 +147,10 @@ class ServerFolder:
 
 
 class DeviceFolder:
-    """What a device keeps of a cluster that it has joined."""
+    """What a device keeps of a cluster that it has joined; of several on one machine, each under its own name."""
 
-    def __init__(self, root: Path, host: str, port: int) -> None:
-        self.path = root / "devices" / f"{host.replace(':', '_')}-{port}"
+    def __init__(self, root: Path, host: str, port: int, name: str | None = None) -> None:
+        self.path = root / "devices" / f"{host.replace(':', '_')}-{port}{f'-{name}' if name else ''}"
         self.files = Files(self.path / "ca.pem", self.path / "device.pem", self.path / "device.key")
 
     def write(self, *, key: bytes, certificate: bytes, authority: bytes, facts: dict[str, str]) -> None:

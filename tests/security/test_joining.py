@@ -82,9 +82,11 @@ def test_serve_join_train_by_the_command_line(tmp_path: Path, started: list[subp
     assert server.stdout is not None
     told = json.loads(server.stdout.readline())
     assert told["device"] == f"cleave join {told['url']} {told['token']}"
-    start("join", told["url"], told["token"], "--name", "laptop", "--nthreads", "1")
+    for name in ("laptop", "phone"):  # both at once, on one machine
+        start("join", told["url"], told["token"], "--name", name, "--nthreads", "1")
     (tmp_path / "small.toml").write_text(RECIPE)
-    until(lambda: "laptop has joined" in (tmp_path / "serve.log").read_text(), "the device joins", seconds=120)
+    for name in ("laptop", "phone"):
+        until(lambda who=name: f"{who} has joined" in (tmp_path / "serve.log").read_text(), name, seconds=120)  # type: ignore[misc]
     training = start("train", "small.toml", "--scheduler", told["scheduler"], "--steps", "2", "--json")
     output, _ = training.communicate(timeout=240)
     assert training.returncode == 0, (tmp_path / "train.log").read_text()
