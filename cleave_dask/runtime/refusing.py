@@ -6,6 +6,7 @@ answers everything else with a refusal.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from distributed import Worker
 from cleave_dask.errors import ClusterError
 from cleave_dask.runtime.conversations import WithCluster
 from cleave_dask.runtime.decoding import Refused
-from cleave_dask.runtime.guarding import install
+from cleave_dask.runtime.guarding import CONNECTIONS, install
 from cleave_dask.runtime.orders import read_order
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ HEARD = (
 )
 """Orders of the scheduler that a device follows."""
 
+POOL = 3 * CONNECTIONS // 4
+"""Connections that a device opens at most, so that a cluster never takes it for a flood."""
+
 _WHY = "this device runs nothing but tiles of its installed cleave-dask"
 
 
@@ -40,6 +44,8 @@ def refuse_all_but_tiles(worker: Worker, run: Callable[..., Any], limit: int) ->
     converse = partial(WithCluster, limit)
     arguments: dict[str, Any] = worker.connection_args
     arguments["cleave_converse"] = converse
+    worker.rpc.limit = POOL
+    worker.rpc.semaphore = asyncio.Semaphore(POOL - worker.rpc.open)
     listeners: list[Any] = worker.listeners
     for listener in listeners:
         listener.comm_class = partial(_guarded, listener.comm_class, converse)
