@@ -48,9 +48,8 @@ def serve(way: str, folder: str, pipe: Connection) -> None:
 async def _serve(way: str, keys: ServerFolder, pipe: Connection) -> None:
     if way == "guarded":
         install(Guard(lambda peer: WithServer(peer.name, lambda *_: SIDE * SIDE * 4), keys))
-    server = Server(
-        {"cleave_push": lambda **_: {"accepted": True}, "cleave_clock": lambda: time()}
-    )  # Dask asks for its signature
+    calls: dict[str, Any] = {"cleave_push": lambda **_: {"accepted": True}, "cleave_clock": lambda: time()}
+    server = Server(calls)
     arguments = {} if way == "tcp" else _security(keys.files("server")).get_listen_args("worker")
     await server.listen("tcp://127.0.0.1:0" if way == "tcp" else "tls://127.0.0.1:0", **arguments)
     await server

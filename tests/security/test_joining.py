@@ -65,6 +65,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
         process.stdout.close()
 
 
+@pytest.mark.timeout(600)  # three commands that import torch, one after the other
 def test_serve_join_train_by_the_command_line(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     settings = {f"DASK_CLEAVE__DEVICE__{key}": value for key, value in FIGURES.items()}
     environment = {**os.environ, **settings, "DASK_CLEAVE__SECURITY__FOLDER": str(tmp_path / "keys")}
