@@ -38,6 +38,7 @@ class Feed:
             "devices": info["device"],
             "silent": info["silent"],
             "late": info["late"],
+            "quarantined": info["quarantined"],
             "events": self._events(),
             "scheduler": self._load(),
         }

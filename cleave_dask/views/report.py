@@ -44,6 +44,8 @@ def read_run(checkpoint: str | Path) -> Story:
     for _, event in events:
         if event.get("action") == "late":
             late[str(event.get("device"))] += int(event.get("parcels", 1))
+        elif event.get("action") == "quarantined":
+            story.quarantined[str(event.get("device"))] = str(event.get("why", ""))
     story.late = dict(late)
     story.present = {name: {} for name in story.names if story.gone.get(name) not in GONE}
     story.why = ""

@@ -63,6 +63,7 @@ class Story:
         self.present: dict[str, dict[str, Any]] = {}
         self.silent: set[str] = set()
         self.late: dict[str, int] = {}
+        self.quarantined: dict[str, str] = {}  # devices that sent a wrong tile, and what was wrong
         self.gone: dict[str, str] = {}  # devices that were there, and what became of them
         self.redone: dict[str, int] = {}  # tiles that were planned for a device and done by another
         self.scheduler = 0.0
@@ -76,6 +77,7 @@ class Story:
         self.present = facts.get("devices", {})
         self.silent = set(facts.get("silent", ()))
         self.late = facts.get("late", {})
+        self.quarantined = facts.get("quarantined", {})
         self.scheduler = facts.get("scheduler", 0.0)
         self.why = facts.get("why", "")
         for when, event in facts.get("events", ()):
@@ -138,16 +140,16 @@ class Story:
     def names(self) -> list[str]:
         """Every device of the plan, or that is here, or was."""
         planned = self.plan.get("devices", {}).get("name", ())
-        known = dict.fromkeys([*planned, *self.present, *self.sums, *self.gone])
+        known = dict.fromkeys([*planned, *self.present, *self.sums, *self.gone, *self.quarantined])
         return sorted(known, key=_natural)
 
     def state(self, device: str) -> str:
         """What a device is now: here, late, paused, measuring, left or quarantined."""
         facts = self.present.get(device)
+        if device in self.quarantined:
+            return "quarantined"
         if facts is None:
             return self.gone.get(device, "left")
-        if facts.get("quarantined") or self.gone.get(device) == "quarantined":
-            return "quarantined"
         if device in self.silent:
             return "late"
         if not facts.get("running", True):
@@ -166,6 +168,7 @@ class Story:
             facts = {key: plan[key][at] for key in _FIGURES} if at is not None else {}
             facts |= {key: self.present[name][key] for key in _FIGURES if key in self.present.get(name, {})} | known
             sums = self.sums.get(name) or [0.0] * 5
+            planned = plan["why"][at] if at is not None else _unplanned(self.state(name))
             row = {
                 "device": name,
                 "state": self.state(name),
@@ -178,7 +181,7 @@ class Story:
                 "up_bytes": sums[4],
                 "late": self.late.get(name, 0),
                 "rejected": int(sums[2]),
-                "why": plan["why"][at] if at is not None else _unplanned(self.state(name)),
+                "why": self.quarantined.get(name) or planned,
             }
             for column, value in row.items():
                 table[column].append(value)

@@ -83,7 +83,6 @@ def test_a_device_that_left_stays_in_the_table() -> None:
     [
         ({"running": False}, "paused"),
         ({"running": True, "measuring": True}, "measuring"),
-        ({"running": True, "quarantined": "wrong tiles"}, "quarantined"),
         ({"running": True}, "here"),
     ],
 )
@@ -93,6 +92,9 @@ def test_states_of_a_device(facts: dict[str, Any], state: str) -> None:
     assert story.state("d") == state
     story.take({"devices": {"d": {"running": True}}, "silent": ["d"]})
     assert story.state("d") == "late"
+    story.take({"devices": {}, "quarantined": {"d": "tile 3 is wrong"}})
+    assert story.state("d") == "quarantined"
+    assert story.devices()["why"] == ["tile 3 is wrong"]
 
 
 def test_the_busiest_resource_binds_and_idle_ones_do_not() -> None:
