@@ -46,7 +46,10 @@ _seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_de
 )
 @click.option("--simulate", "simulated", is_flag=True, help="Play our own plans; done anyway with --churn.")
 @click.option(
-    "--plot", metavar="FILE.svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw a bar for each system."
+    "--plot",
+    metavar="FILE.svg|.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw a bar for each system.",
 )
 @json_option
 @debug_option
@@ -154,8 +157,9 @@ def _check(churn: float | None, plot: Path | None) -> None:
     """Options that can be judged before anything is built."""
     if churn is not None and not 0 <= churn < float("inf"):
         raise InputError(f"a churn rate of {churn}; give mishaps per device and hour, 0 or more")
-    if plot is not None and plot.suffix != ".svg":
-        raise InputError(f"cannot draw {str(plot)!r}: pictures are SVG; name it {str(plot.with_suffix('.svg'))!r}")
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        named = str(plot.with_suffix(".png"))
+        raise InputError(f"cannot draw {str(plot)!r}: pictures are SVG or PNG; name it {named!r}")
 
 
 def _load(recipe: str, fleet: str) -> tuple[Recipe, Fleet, StepGraph]:
@@ -225,9 +229,10 @@ def _print_facts(facts: dict[str, Any], devices: int) -> None:
 
 
 def _draw(title: str, results: list[Result], file: Path) -> None:
-    from cleave_dask.views.bars import draw_bars
+    from cleave_dask.views.bars import Bar, draw_bars, paint_bars
 
+    bars = [Bar(result.system, result.seconds, result.binding) for result in results]
     try:
-        file.write_text(draw_bars(title, [(result.system, result.seconds) for result in results]))
+        file.write_bytes(draw_bars(title, bars).encode() if file.suffix == ".svg" else paint_bars(title, bars))
     except OSError as error:
         raise InputError(f"cannot write {str(file)!r}: {error.strerror}; choose another --plot") from error

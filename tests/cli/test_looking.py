@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import tomllib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 import cleave_dask
 from cleave_dask import config  # noqa: F401  # its defaults outlive what a test sets
+from cleave_dask.views.bars import Bar, draw_bars, paint_bars
 from tests.cli.calling import run
 
 
@@ -88,6 +92,17 @@ def test_compare_prints_a_row_for_each_system(recipe: str, tmp_path: Path) -> No
         assert row.keys() >= {"system", "seconds", "feasible", "why", "binding", "devices_used", "speedup", "memory"}
         assert row["feasible"] == (row["seconds"] is not None) == (not row["why"])
     assert picture.read_text().startswith("<svg")
+
+
+def test_bars_are_painted_as_they_are_drawn() -> None:
+    bars = [Bar("cleave", 414.0, "downlink"), Bar("dtfm", None), Bar("a100", 7.0)]
+    drawn = ElementTree.fromstring(draw_bars("t & u", bars))
+    texts = [part.text for part in drawn if part.tag.endswith("text")]
+    assert {"t & u", "cleave", "6 min 54 s, downlink", "cannot run here", "7 s"} <= set(texts)
+    painted = Image.open(BytesIO(paint_bars("t & u", bars)))
+    assert painted.size == (2 * int(drawn.attrib["width"]), 2 * int(drawn.attrib["height"]))
+    assert painted.getcolors(1 << 20)
+    assert any(colour == (43, 108, 176) for _, colour in painted.getcolors(1 << 20) or [])
 
 
 def test_compare_prints_a_table_of_chosen_systems(recipe: str) -> None:

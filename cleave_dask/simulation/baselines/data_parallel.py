@@ -114,6 +114,7 @@ def _ddp(work: Workload, rates: Rates, server: Server, passes: int, recompute: b
         devices_used=count,
         memory=work.state_bytes + float(held.max()),
         configuration=f"{count} devices, {passes} passes" + (", recomputed" if recompute else ""),
+        moved=4 * (count - 1) / count * work.weight_bytes,
     )
 
 
@@ -153,4 +154,5 @@ def _fsdp(work: Workload, rates: Rates, server: Server, passes: int, recompute: 
     if binding != "compute" and work.layers * hops > each:
         binding = "latency"
     setting = f"{count} devices, {passes} passes" + (", recomputed" if recompute else "")
-    return Result("fsdp", max(compute, traffic) + first, "", binding, count, float(memory.max()), setting)
+    moved = 2 * rounds * (count - 1) / count * work.weight_bytes
+    return Result("fsdp", max(compute, traffic) + first, "", binding, count, float(memory.max()), setting, moved)

@@ -74,6 +74,12 @@ class Setting:
         in_flight = min(self.stages, self.micro_batches(work))
         return state + work.activation_bytes(layers, self.micro, in_flight, recompute=self.recompute)
 
+    def moved(self, work: Workload) -> float:
+        """Bytes that a device of a middle stage sends and gets: activations and gradients both ways, one exchange."""
+        onward = 4 * work.boundary_bytes * work.sequences / self.replicas if self.stages > 1 else 0.0
+        gradients = work.weight_bytes * self.layers(work) / work.layers
+        return onward + 4 * (self.replicas - 1) / self.replicas * gradients
+
 
 def published_cost(rates: Rates, dealt: Dealt, c_dp: float, c_pp: float) -> float:
     """Seconds by DTFM's own formula of devices dealt to (stage, replica); bytes c_dp of a stage, c_pp of a replica."""
@@ -117,7 +123,7 @@ def price_published(work: Workload, fleet: Fleet, *, seed: int = 0) -> Result:
     seconds, setting, dealt = best
     link = "uplink" if rates.up[dealt].min() <= rates.down[dealt].min() else "downlink"
     text = f"{setting.replicas} x {setting.stages} (replicas, stages); no compute, no memory limit, no churn"
-    return Result("dtfm-published", seconds, "", link, dealt.size, setting.memory(work), text)
+    return Result("dtfm-published", seconds, "", link, dealt.size, setting.memory(work), text, setting.moved(work))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ def price_dtfm(work: Workload, fleet: Fleet, *, churn: float | None = None, seed
     text = f"{setting.replicas} x {setting.stages} (replicas, stages), micro-batch {setting.micro}"
     text += ", recomputed" if setting.recompute else ""
     binding = "compute" if parts.compute >= parts.links else side
-    result = Result("dtfm", seconds, "", binding, dealt.size, setting.memory(work), text)
+    result = Result("dtfm", seconds, "", binding, dealt.size, setting.memory(work), text, setting.moved(work))
     state = work.state_bytes * setting.layers(work) / work.layers / float(np.median(rates.down))
     weights = work.weight_bytes * setting.layers(work) / work.layers / float(np.median(rates.down))
     repair = weights + parts.compute / 2 if setting.replicas > 1 else np.inf

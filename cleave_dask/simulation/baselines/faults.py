@@ -42,7 +42,14 @@ def recomputed(calm: float, failures: float, repair: float) -> float:
 
 
 def under_churn(result: Result, rate: float | None, *, reload: float, repair: float = inf) -> Result:
-    """A result with the better remedy's cost; `reload` and `repair` are seconds after each failure."""
+    """A result with the better remedy's cost; `reload` and `repair` are seconds after each failure.
+
+    What one failure costs is noted whether there are any: a restart loses half a batch on average.
+    """
+    if result.seconds is None:
+        return result
+    again = NOTICED + reload + result.seconds / 2
+    result = replace(result, restart=again, repair=NOTICED + repair if repair < inf else None)
     if not rate or result.seconds is None:
         return result
     failures = result.devices_used * rate * HARMFUL / 3600

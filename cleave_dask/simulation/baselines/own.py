@@ -52,6 +52,7 @@ def price_tiles(system: str, graph: StepGraph, fleet: Fleet, *, tiling: Tiling, 
         binding=made.binding,
         devices_used=made.devices_used,
         memory=float(max(made.peak_memory.values(), default=0)),
+        moved=(made.down_bytes + made.up_bytes) / max(1, made.devices_used),
         configuration=f"{len(made.tiles):,} tiles, plan {made.seconds:.4g} s, bound {made.bound_seconds:.4g} s",
         source="plan" if play is None else "simulation",
     )

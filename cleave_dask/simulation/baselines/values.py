@@ -17,6 +17,9 @@ class Result:
     devices_used: int = 0  # of the fleet, or GPUs of a cloud
     memory: float = 0.0  # bytes on the fullest of them
     configuration: str = ""  # the best one, which is the one that was priced
+    moved: float = 0.0  # bytes that a device sends and gets per batch: ours on average, a pipeline's in the middle
+    restart: float | None = None  # seconds that a lost device costs on average if its batch begins again
+    repair: float | None = None  # seconds that it costs if others compute again what was lost
     source: str = "formula"  # where `seconds` comes from: a formula, our plan, or its simulation
 
     @property
