@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
-from cleave_dask.planning.growing import ENDLESS, box_seconds
+from cleave_dask.planning.growing import ENDLESS, box_seconds, largest_strip
 
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
 _STEPS = 2  # of Newton's method
@@ -25,7 +25,7 @@ class Job:
     shape: Shape
     rates: Rates
     start: Floats  # seconds that pass before the device's first byte moves: latency and the scheduler's queue
-    slices: Ints  # that the device's box will be cut into along each side
+    strips: Ints  # that the device's box will be cut into
     volume: Floats  # multiplications that the device should do
     best: Floats  # (3, devices): rows, columns and k of its best box
     drag: Floats  # how many times longer than expected each one's tiles turned out to take
@@ -36,7 +36,7 @@ class Job:
             self.shape,
             self.rates.take(which),
             self.start[which],
-            self.slices[which],
+            self.strips[which],
             self.volume[which],
             self.best[:, which],
             self.drag[which],
@@ -100,14 +100,19 @@ def finish_seconds(job: Job, extents: Floats) -> Floats:
     """
     down, compute, up = stage_seconds(job, extents)
     rows, cols, ks = extents
-    endless, many = job.slices == ENDLESS, np.maximum(job.slices, 1) ** 2
-    work = np.maximum(compute, up) + np.where(endless, 0.0, np.minimum(compute, up) / many)
+    endless, many = job.strips == ENDLESS, np.maximum(job.strips, 1)
+    work = np.maximum(compute, up) + np.minimum(compute, up) * _lag(job)
     second = ks * job.shape.down_bytes / job.rates.down  # of a row or a column
     stays = np.where(endless, 0.0, np.minimum(rows, cols) * second + down / many)
     grows = (rows + cols) * ks <= resident(job.shape, job.rates)
-    growing = np.where(endless, np.maximum(down, work), box_seconds(rows * second, cols * second, work, job.slices))
+    growing = np.where(endless, np.maximum(down, work), box_seconds(rows * second, cols * second, work, job.strips))
     through = np.where(grows, growing, np.maximum(down, stays + work))
     return np.asarray(job.start + job.drag * through, dtype=np.float64)
+
+
+def _lag(job: Job) -> Floats:
+    """What of the lesser of multiplier and uplink does not overlap with the other: the largest strip."""
+    return np.where(job.strips == ENDLESS, 0.0, largest_strip(job.strips))
 
 
 def longest(job: Job, draft: Arrangement) -> float:
@@ -149,7 +154,7 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
     """The greatest height of each box that its device can do by `time`.
 
     The stages are linear in the height h: p + q = d + d' h, W = w' h. With t seconds left, d + d' h <= t; while W is
-    the longest, also w' h + d d' / w' <= t; from there Newton's method takes the slices into account. If the operands
+    the longest, also w' h + d d' / w' <= t; from there Newton's method takes the strips into account. If the operands
     do not fit into memory, the slice along the width stays, d + w' h <= t; and if not even that fits, the one along the
     height must, or the width comes down again: then the downlink needs (1 + 2 w k / room) h.
     """
@@ -160,14 +165,14 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
     slope = np.stack(stage_seconds(job, extents)) * 1e9
     slope[0] = (slope[0] * 1e-9 - fixed) * 1e9
     work = np.maximum(np.maximum(slope[1], slope[2]), 1e-300)
-    work = work + np.where(job.slices == ENDLESS, 0.0, np.minimum(slope[1], slope[2]) / np.maximum(job.slices, 1) ** 2)
+    work = work + np.minimum(slope[1], slope[2]) * _lag(job)
     left = np.maximum(time - job.start, 0.0) / job.drag
     free = (left - fixed) / np.maximum(slope[0], 1e-300)
-    endless = job.slices == ENDLESS
+    endless = job.strips == ENDLESS
     growing = np.maximum(np.minimum(free, np.maximum((left - fixed * slope[0] / work) / work, fixed / work)), 0.0)
     for _ in range(_STEPS):
-        found = box_seconds(fixed, slope[0] * growing, work * growing, job.slices)
-        below = box_seconds(fixed, slope[0] * 0.95 * growing, work * 0.95 * growing, job.slices)
+        found = box_seconds(fixed, slope[0] * growing, work * growing, job.strips)
+        below = box_seconds(fixed, slope[0] * 0.95 * growing, work * 0.95 * growing, job.strips)
         growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     growing = np.where(endless, np.minimum(free, left / work), growing)
     streaming = np.minimum(free, np.where(endless, left, left - fixed) / work)

@@ -1,8 +1,8 @@
 """Cutting: the box of each device in tiles, few and small enough.
 
-A box whose operands fit into its device's memory becomes a grid of row and column slices, unequal as `growing` says. If
-they do not fit, the slice along its shorter side stays while tiles across the longer side stream past; if not even that
-fits, its rows are cut first, and its columns come down once for each part.
+A box whose operands fit into its device's memory becomes strips, unequal as `growing` says. If they do not fit, the
+slice along its shorter side stays while tiles across the longer side stream past; if not even that fits, its rows are
+cut first, and its columns come down once for each part.
 """
 
 from __future__ import annotations
@@ -10,55 +10,31 @@ from __future__ import annotations
 import numpy as np
 
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape, resident
-from cleave_dask.planning.growing import MOST_SLICES, fewest_slices, slice_edges
+from cleave_dask.planning.growing import largest_strip, strip_edges
 
-_WORTH = 0.01  # of a box's time that more tiles must bring
-_FINE = 128  # cuts are no further off than this part of a box
+_FINE = 1024  # cuts are no further off than this part of a box
+_ROOMY = 1.1  # rounding may add a little to a box that fits
+_MOST_PIECES = 32  # of a strip, so that devices with less memory than its own can take over a tile
 
 
-def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, tiles: Ints, *, few: bool) -> tuple[Ints, Ints]:
-    """Each box in about as many tiles as wanted, and more where its memory asks for it; and whose each is.
-
-    If few: in less, where more would bring little.
-    """
+def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints) -> tuple[Ints, Ints]:
+    """Each box in about so many strips, and more where its memory asks for it; and whose each is."""
     sizes = boxes[:, 1::2] - boxes[:, 0::2]
-    units = _units(shape, sizes)
-    most = np.maximum(1, sizes // units)
-    here, rows = rates.take(owner), np.arange(len(boxes))
-    parts, edges = np.ones_like(sizes), np.ones((len(boxes), 2, 2))
-    kept, longer = (
-        1.1 * resident(shape, here),
-        (sizes[:, 0] < sizes[:, 1]).astype(np.int64),
-    )  # rounding may add a little
-    grows = (sizes[:, :2].sum(axis=1) * sizes[:, 2] <= kept) & (shape.kind == "gemm")
-    if shape.kind == "gemm":
-        again = sizes[:, :2].min(axis=1) * sizes[:, 2] > kept
-        passes = np.ceil(sizes[:, 0] * sizes[:, 2] / (kept / 2.2))
-        parts[:, 0] = np.where(again, np.minimum(passes, sizes[:, 0]), 1)
-        longer = np.where(again, 1, longer)
-        slices = np.clip(np.rint(np.sqrt(tiles)).astype(np.int64), 1, MOST_SLICES)
-        ratio = _ratio(shape, sizes.astype(np.float64), here)
-        slices = fewest_slices(ratio, slices, _WORTH) if few else slices
-        edges, counts = _box_edges(sizes, slice_edges(ratio, slices), slices)
-        parts[grows, :2] = counts[grows]
-    parts[rows, longer] = np.where(
-        grows, parts[rows, longer], np.maximum(parts[rows, longer], np.minimum(tiles, most[rows, longer]))
-    )
-    room, largest = here.memory / AT_ONCE, np.diff(edges, axis=2).max(axis=2)
-    for _ in range(200):  # those who cannot hold the smallest tiles take no part, so this ends
-        unit = np.where(sizes >= parts * units, units, 1)
-        size = np.minimum(sizes, (((sizes + unit - 1) // unit + parts - 1) // parts) * unit)
-        size[grows, :2] = np.minimum(sizes[:, :2], np.ceil(sizes[:, :2] * largest) + units[:, :2])[grows]
-        full = _held(shape, size, parts) > room
-        if not full.any():
-            break
-        grows &= ~full
-        parts = np.minimum(parts, sizes)
-        finished = parts >= sizes
-        axis = np.where(finished, 0.0, sizes / parts * np.array([1.0, 1.0, 0.05])).argmax(axis=1)
-        grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
-        parts[rows, axis] = np.where(full, grown, parts[rows, axis])
-    return _split(boxes, owner, parts, units, np.where(grows[:, None, None], edges, np.nan))
+    here = rates.take(owner)
+    if shape.kind != "gemm":
+        return _grid(shape, boxes, owner, here, strips)
+    size = sizes.astype(np.float64)
+    operands = size[:, :2].sum(axis=1) * size[:, 2]
+    results = np.where(strips > 1, 2.0 * largest_strip(strips), 1.0) * size[:, 0] * size[:, 1]
+    held = operands * shape.down_bytes + results * shape.up_bytes
+    grows = (operands <= _ROOMY * resident(shape, here)) & (held <= here.memory / AT_ONCE)
+    rest = ~grows
+    smallest = float(here.memory.min(initial=np.inf))
+    grown = _strips(shape, boxes[grows], owner[grows], here.take(grows), strips[grows], smallest)
+    if not rest.any():
+        return grown
+    streamed = _grid(shape, boxes[rest], owner[rest], here.take(rest), strips[rest])
+    return np.concatenate([grown[0], streamed[0]]), np.concatenate([grown[1], streamed[1]])
 
 
 def _units(shape: Shape, sizes: Ints) -> Ints:
@@ -69,33 +45,74 @@ def _units(shape: Shape, sizes: Ints) -> Ints:
     return units
 
 
-def _box_edges(sizes: Ints, square: Floats, slices: Ints) -> tuple[Floats, Ints]:
-    """(boxes, 2, n): where boxes are cut along rows and columns, as fractions of them; and into how many parts.
+def _strips(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints, smallest: float) -> tuple[Ints, Ints]:
+    """Boxes in strips: each extends rows or columns of what was there before, over the whole of the other side.
 
-    `square` are the cuts of the square of the same area: those that are within a shorter side are its cuts, and a
-    longer side goes on in parts like the mean.
+    One that a device with the `smallest` memory could not hold comes in pieces, so that it can take over some.
     """
-    sides = np.maximum(sizes[:, :2], 1).astype(np.float64)
-    scale = (np.sqrt(sides.prod(axis=1))[:, None] / sides)[:, :, None]  # of the square's side, in parts of each side
-    beyond = np.arange(1, MOST_SLICES + 1) / slices[:, None, None]
-    edges = np.concatenate([square, 1.0 + np.broadcast_to(beyond, square[:, :, 1:].shape)], axis=2)
-    edges = np.sort(np.minimum(edges * scale, 1.0), axis=2)
-    near = (edges > 1.0 - 0.3 * scale / slices[:, None, None]) | (np.diff(edges, axis=2, prepend=-1.0) <= 0.0)
-    near[:, :, 0] = False
-    edges = np.sort(np.where(near, 1.0, edges), axis=2)
-    return np.concatenate([edges, np.ones_like(edges[:, :, :1])], axis=2), (edges < 1.0).sum(axis=2)
+    if not len(boxes):
+        return boxes, owner
+    sizes = boxes[:, 1::2] - boxes[:, 0::2]
+    rows, cols, ks = sizes.astype(np.float64).T
+    second, unit = ks * shape.down_bytes / rates.down, _units(shape, sizes)[:, :2].min(axis=1)
+    compute, up = rows * cols * ks * (shape.flops / shape.volume) / rates.flops, rows * cols * shape.up_bytes / rates.up
+    longer, lesser = np.maximum(compute, up), np.minimum(compute, up)
+    reached = strip_edges(rows * second, cols * second, longer, lesser, strips, unit * second)
+    cuts = np.minimum(np.rint(reached / second[:, None, None]).astype(np.int64), sizes[:, :2, None])
+    cuts[:, :, -1] = sizes[:, :2]
+    before, after = cuts[:, :, :-1], cuts[:, :, 1:]
+    start = np.where(after > before, before, 0)
+    box, strip = np.nonzero((after > before).any(axis=1))
+    lying = (start[box, 0, strip] > 0).astype(np.int64)  # rows are extended: its length is along the columns
+    needed = after.sum(axis=1)[box, strip] * ks[box] * (2.0 * AT_ONCE * shape.down_bytes / smallest)
+    each = np.where(strip > 0, np.minimum(np.ceil(needed), _MOST_PIECES).astype(np.int64), 1)
+    length = after[box, lying, strip]
+    each = np.clip(each, 1, np.maximum(1, length // unit[box]))
+    part = np.repeat(np.arange(len(box)), each)
+    place = np.arange(len(part)) - np.repeat(np.cumsum(each) - each, each)
+    of, which = box[part], strip[part]
+    found = np.empty((len(part), 6), dtype=np.int64)
+    for axis in (0, 1):
+        found[:, 2 * axis] = start[of, axis, which]
+        found[:, 2 * axis + 1] = after[of, axis, which]
+    for side in (0, 1):
+        cut = -(-length[part] // unit[of]) * (place + side) // each[part] * unit[of]
+        found[np.arange(len(part)), 2 * lying[part] + side] = np.minimum(cut, length[part])
+    found[:, :4] += boxes[of][:, [0, 0, 2, 2]]
+    found[:, 4:] = boxes[of][:, 4:]
+    solid = (found[:, 1::2] > found[:, 0::2]).all(axis=1)
+    return found[solid], owner[of[solid]]
 
 
-def _ratio(shape: Shape, sizes: Floats, rates: Rates) -> Floats:
-    """How long the longer of a box's other stages takes beside the download of a square of the same area."""
-    rows, cols, ks = sizes.T
-    down = 2.0 * np.sqrt(rows * cols) * ks * shape.down_bytes / rates.down
-    up, compute = rows * cols * shape.up_bytes / rates.up, rows * cols * ks * (shape.flops / shape.volume) / rates.flops
-    return np.asarray(np.maximum(compute, up) / down, dtype=np.float64)
+def _grid(shape: Shape, boxes: Ints, owner: Ints, here: Rates, tiles: Ints) -> tuple[Ints, Ints]:
+    """Boxes whose operands do not stay, each in about so many tiles, and more where its memory asks for it."""
+    sizes = boxes[:, 1::2] - boxes[:, 0::2]
+    units, rows = _units(shape, sizes), np.arange(len(boxes))
+    most, parts = np.maximum(1, sizes // units), np.ones_like(sizes)
+    longer = (sizes[:, 0] < sizes[:, 1]).astype(np.int64)
+    if shape.kind == "gemm":
+        kept = _ROOMY * resident(shape, here)
+        again = sizes[:, :2].min(axis=1) * sizes[:, 2] > kept
+        passes = np.ceil(sizes[:, 0] * sizes[:, 2] / (kept / 2.2))
+        parts[:, 0] = np.where(again, np.minimum(passes, sizes[:, 0]), 1)
+        longer = np.where(again, 1, longer)
+    parts[rows, longer] = np.maximum(parts[rows, longer], np.minimum(tiles, most[rows, longer]))
+    for _ in range(200):  # those who cannot hold the smallest tiles take no part, so this ends
+        unit = np.where(sizes >= parts * units, units, 1)
+        size = np.minimum(sizes, (((sizes + unit - 1) // unit + parts - 1) // parts) * unit)
+        full = _held(shape, size, parts) > here.memory / AT_ONCE
+        if not full.any():
+            break
+        parts = np.minimum(parts, sizes)
+        finished = parts >= sizes
+        axis = np.where(finished, 0.0, sizes / parts * np.array([1.0, 1.0, 0.05])).argmax(axis=1)
+        grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
+        parts[rows, axis] = np.where(full, grown, parts[rows, axis])
+    return _split(boxes, owner, parts, units)
 
 
-def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints, edges: Floats) -> tuple[Ints, Ints]:
-    """Boxes cut into parts[i] = (rows, cols, k) pieces: at `edges`, or where they are missing into equal ones."""
+def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints) -> tuple[Ints, Ints]:
+    """Boxes cut into parts[i] = (rows, cols, k) equal pieces."""
     count = parts.prod(axis=1)
     box = np.repeat(np.arange(len(boxes)), count)
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -108,9 +125,6 @@ def _split(boxes: Ints, owner: Ints, parts: Ints, units: Ints, edges: Floats) ->
         unit = np.where(size >= many * units[box, axis], units[box, axis], 1)
         for side in (0, 1):
             cut = -(-size // unit) * (place + side) // many * unit
-            if axis < 2:
-                edge = edges[box, axis, np.minimum(place + side, edges.shape[2] - 1)]
-                cut = np.where(np.isnan(edge), cut, np.rint(np.nan_to_num(edge) * size / unit).astype(np.int64) * unit)
             pieces[:, 2 * axis + side] = start + np.minimum(cut, size)
     whole = (pieces[:, 1::2] > pieces[:, 0::2]).all(axis=1)
     return pieces[whole], owner[box[whole]]

@@ -11,16 +11,19 @@ d^2 / (4 p q) of it can be sent, and it is finished after
 
 (through all three stages the maximum is the same: the one between them counts only if it is the longest).
 
-Slices. A real box is cut into r row slices and r column slices, which come in turn. While one comes down, only what was
-ready before it can be sent. For a square, D = p + q, with parts a of the rows and b of the columns there, all goes well
-within time T if
+Strips. A real box is cut into a number of strips. The first tile is a square in the corner, or a strip as long as the
+box; each strip after it extends the shorter side of what is there over the whole of the other side, as long as that is
+not complete. So r slices along each side make 2 r - 1 tiles, not r^2. Of a strip only the slice along its short side
+comes down: the other has come before. While it does, only what was ready before it can be sent. With x and y seconds of
+rows and columns there, all goes well within time T if each strip dx is so narrow that
 
-    (a + b) D / 2 <= T - W   for the first two     and then each time     (a' + b) D / 2 <= T - (1 - a b) W
+    x + y + dx + l y dx   <=   T - (1 - x y / (p q)) W
 
-Taking these as equations makes the slices as unequal as they may be: small where the wait matters, larger elsewhere, up
-to a limit. The least T at which the last of them reaches 1 is, in units of D, a function of W / D and r alone, kept in
-a table: `square_seconds`. With r = 5 it is at most about 5 percent above the formula for endlessly many slices. Another
-box is cut like the square of the same area, D = 2 sqrt(p q), as far as its sides go.
+where l y dx are the seconds that the strip spends in the stage that is not the longer. Taking these as equations makes
+strips as unequal as they may be: narrow where the wait matters, up to a limit elsewhere. The least T at which the last
+of them completes the box is found by bisection: `strip_edges`. For a square with l = 0 it is, in units of D = p + q, a
+function of W / D and the number of strips alone, kept in a table: `square_seconds`. Nine strips (five slices along each
+side) are at most about 6 percent above endlessly many.
 """
 
 from __future__ import annotations
@@ -34,123 +37,182 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-MOST_SLICES = 12
-"""Slices of a box along each side, at most: more bring less than a percent."""
+MOST_STRIPS = 23
+"""Strips of a box at most: twelve slices along each side; more bring less than a percent."""
 
 ENDLESS = 0
-"""Slices of a box whose first and last tile nobody waits for: tiles of other gemms fill in."""
+"""Strips of a box whose first and last tile nobody waits for: tiles of other gemms fill in."""
 
-_LARGEST = 1.75  # times the mean: a slice that makes no one wait could be larger, but a tile keeps its device busy
+_LARGEST = 3.5  # times the mean: a strip that makes no one wait could be larger, but a tile keeps its device busy
 
-_RATIOS = np.exp(np.linspace(np.log(1e-3), np.log(1e3), 256))  # of W to D, where the function is tabulated
+_RATIOS = np.exp(np.linspace(np.log(1e-2), np.log(1e2), 256))  # of W to D, where the function is tabulated
 
 
-def box_seconds(rows: Floats, cols: Floats, work: Floats, slices: Integers) -> Floats:
+def box_seconds(rows: Floats, cols: Floats, work: Floats, strips: Integers) -> Floats:
     """Seconds of boxes whose row and column slices take these to come down, and `work` in the longer of the others."""
-    return np.maximum(rows + cols, square_seconds(2.0 * np.sqrt(rows * cols), work, slices))
+    return np.maximum(rows + cols, square_seconds(2.0 * np.sqrt(rows * cols), work, strips))
 
 
-def square_seconds(down: Floats, work: Floats, slices: Integers) -> Floats:
+def square_seconds(down: Floats, work: Floats, strips: Integers) -> Floats:
     """The same for squares that take `down` seconds to come down."""
     ratio = np.clip(work / np.maximum(down, 1e-300), _RATIOS[0], _RATIOS[-1])
     place = np.log(ratio / _RATIOS[0]) * ((len(_RATIOS) - 1) / np.log(_RATIOS[-1] / _RATIOS[0]))
     low = np.minimum(place.astype(np.int64), len(_RATIOS) - 2)
     table, part = _table(), place - low
-    lag = table[slices, low] * (1.0 - part) + table[slices, low + 1] * part
+    lag = table[strips, low] * (1.0 - part) + table[strips, low + 1] * part
     return np.asarray(np.maximum(down, work) + down * lag, dtype=np.float64)
 
 
-def best_ratio(slices: Integers, least: Floats) -> Floats:
+def best_ratio(strips: Integers, least: Floats) -> Floats:
     """The ratio of W to D at which boxes do most in a time, among those where (W / D) T / D is at least `least`.
 
     In time T a box whose results take y T to go up and whose operands take x T to come down has the volume
     x sqrt(y) V*, with V* that of perfect overlap. It is at most z deep, so that x <= z sqrt(y), with least = 1 / z^2.
     """
     found = np.empty(len(least))
-    for count in np.unique(slices).tolist():
-        here = slices == count
+    for count in np.unique(strips).tolist():
+        here = strips == count
         whole = np.maximum(1.0, _RATIOS) + _table()[count]
         best = _RATIOS[int((np.sqrt(_RATIOS) * whole**-1.5).argmax())]
         found[here] = np.maximum(best, np.interp(least[here], _RATIOS * whole, _RATIOS))
     return found
 
 
-def fewest_slices(ratio: Floats, slices: Integers, worth: float) -> Ints:
-    """At most `slices`, and less where more of them would save less than the part `worth` of a box's time."""
-    ones, fewest = np.ones(len(ratio)), slices.astype(np.int64)
-    enough = (1.0 + worth) * square_seconds(ones, ratio, slices)
-    for fewer in range(MOST_SLICES - 1, 0, -1):
-        less = np.minimum(fewer, slices).astype(np.int64)
-        fewest = np.where(square_seconds(ones, ratio, less) <= enough, np.minimum(fewest, less), fewest)
-    return fewest
+def fewest_strips(down: Floats, work: Floats, lesser: Floats, most: Integers, worth: float) -> Ints:
+    """At most so many strips of squares, and less where more of them would save less than the part `worth` of the time.
+
+    The lesser of the two stages behind the download overlaps with the longer but for the largest strip.
+    """
+    counts = np.arange(1, MOST_STRIPS + 1)[:, None]
+    seconds = square_seconds(
+        down, work + lesser * largest_strip(counts), np.broadcast_to(counts, (MOST_STRIPS, len(down)))
+    )
+    seconds = np.where(counts <= np.maximum(most, 1), seconds, np.inf)
+    return np.asarray(1 + np.argmax(seconds <= (1.0 + worth) * seconds.min(axis=0), axis=0), dtype=np.int64)
 
 
-def slice_edges(ratio: Floats, slices: Integers) -> Floats:
-    """(boxes, 2, MOST_SLICES + 1): where squares of this W / D are cut along rows and columns, as fractions of them."""
-    edges = np.empty((len(ratio), 2, MOST_SLICES + 1))
-    place = np.clip(np.searchsorted(_RATIOS, ratio), 0, len(_RATIOS) - 1)
-    for count in np.unique(slices).tolist():
-        here = slices == count
-        seconds = np.maximum(1.0, _RATIOS) + _table()[count]
-        edges[here] = _edges(count, seconds)[place[here]]
-    return edges
+def largest_strip(strips: Integers) -> Floats:
+    """The area of a box's largest strip at most, as a part of the box."""
+    return np.asarray(np.minimum(1.0, _LARGEST / (1.0 + strips)), dtype=np.float64)
 
 
-def _edges(slices: int, seconds: Floats) -> Floats:
-    """(ratios, 2, MOST_SLICES + 1): cuts of a box that must be through in `seconds`, in units of D."""
-    reached, most = np.zeros((len(_RATIOS), 2)), _LARGEST / max(1, slices)
-    edges = np.ones((len(_RATIOS), 2, MOST_SLICES + 1))
-    edges[:, :, 0] = 0.0
-    for number in range(1, slices + 1):
-        for side in (0, 1):
-            ready = seconds - _RATIOS * (1.0 - reached.prod(axis=1))  # of the download, until what is there is sent
-            wanted = ready if number == 1 else 2.0 * ready - reached[:, 1 - side]
-            reached[:, side] = np.minimum(
-                1.0, np.maximum(reached[:, side], np.minimum(wanted, reached[:, side] + most))
-            )
-            if number == 1:
-                reached[:, 1] = reached[:, 0]
-        edges[:, :, number] = reached
-    return edges
+def strip_edges(rows: Floats, cols: Floats, work: Floats, lesser: Floats, strips: Ints, grain: Floats) -> Floats:
+    """(boxes, 2, strips + 1): seconds of rows and columns that are there before the first and after each strip.
+
+    Boxes come down in `rows` + `cols` seconds, and spend `work` in the longer and `lesser` in the other stage. Of the
+    two beginnings, a square and a strip as long as the box, the one with which it is done first. Cuts are on multiples
+    of `grain` seconds.
+    """
+    box = rows, cols, work, lesser, strips
+    times = [_least(*box, along=along, grain=grain) for along in (False, True)]
+    squarely, lengthwise = (
+        np.array(_grown(*box, time, along=bool(n), grain=grain)).transpose(2, 1, 0) for n, time in enumerate(times)
+    )
+    reached = np.where((times[0] <= times[1])[:, None, None], squarely, lengthwise)
+    return np.concatenate([np.zeros((len(rows), 2, 1)), reached], axis=2)
+
+
+def _least(
+    rows: Floats,
+    cols: Floats,
+    work: Floats,
+    lesser: Floats,
+    strips: Ints,
+    *,
+    along: bool,
+    grain: Floats | None = None,
+    precision: int = 12,
+) -> Floats:
+    """The least seconds in which boxes are done in so many strips, to one part in 2^precision of what overlaps."""
+    low, high = np.maximum(rows + cols, work), rows + cols + work + lesser
+    for _ in range(precision):
+        middle = (low + high) / 2
+        x, y = _grown(rows, cols, work, lesser, strips, middle, along=along, grain=grain)[-1]
+        short = (x < rows * (1 - 1e-9)) | (y < cols * (1 - 1e-9))
+        low, high = np.where(short, middle, low), np.where(short, high, middle)
+    return high
+
+
+def _grown(
+    rows: Floats,
+    cols: Floats,
+    work: Floats,
+    lesser: Floats,
+    strips: Ints,
+    seconds: Floats,
+    *,
+    along: bool,
+    grain: Floats | None = None,
+) -> list[tuple[Floats, Floats]]:
+    """Seconds of rows and columns that are there after each strip, at most, if boxes are to be done in `seconds`.
+
+    With a grain they are multiples of it, and the last strips complete the box, whatever it takes.
+    """
+    area = np.maximum(rows * cols, 1e-300)
+    second, most = lesser / area, largest_strip(strips) * area
+    slack = np.maximum(seconds - work, 0.0)
+    if along:
+        y = np.minimum(np.minimum(rows, cols), slack)
+        x = np.clip((slack - y) / (1.0 + second * y), 0.0, most / np.maximum(y, 1e-300))
+        x, y = np.where(rows < cols, y, x), np.where(rows < cols, x, y)
+    else:
+        x = y = np.minimum(slack / (1.0 + np.sqrt(1.0 + second * slack)), np.sqrt(most))
+    x, y = _grained(x, rows, grain), _grained(y, cols, grain)
+    found, rate = [(x, y)], work / area
+    for number in range(2, int(strips.max(initial=1)) + 1):
+        slack = np.maximum(seconds - work + rate * x * y - x - y, 0.0) * (number <= strips)
+        down = (x <= y) & (x < rows) | (y >= cols)  # rows are what is extended
+        length = np.where(down, y, x)
+        wide = np.minimum(slack / (1.0 + second * length), most / np.maximum(length, 1e-300))
+        x, y = (
+            np.where(down, _grained(x + wide, rows, grain), x),
+            np.where(down, y, _grained(y + wide, cols, grain)),
+        )
+        found.append((x, y))
+    return found
+
+
+def _grained(reached: Floats, whole: Floats, grain: Floats | None) -> Floats:
+    """At most the whole; on a multiple of the grain, or all of it if little is missing."""
+    if grain is None:
+        return np.minimum(reached, whole)
+    reached = np.rint(reached / grain) * grain
+    return np.where(reached > whole - 0.75 * grain, whole, reached)
 
 
 @cache
 def _table() -> Floats:
-    """(slices, ratios): seconds beyond the longer stage, in units of D. Row 0: endlessly many that nobody waits for."""
-    table = np.zeros((MOST_SLICES + 1, len(_RATIOS)))
-    longer = np.maximum(1.0, _RATIOS)
-    for slices in range(1, MOST_SLICES + 1):
-        low, high = longer, 1.0 + _RATIOS
-        for _ in range(24):
-            middle = (low + high) / 2
-            short = _edges(slices, middle)[:, :, slices].min(axis=1) < 1.0
-            low, high = np.where(short, middle, low), np.where(short, high, middle)
-        table[slices] = high - longer
-    return table
+    """(strips, ratios): seconds beyond the longer stage, in units of D. Row 0: endlessly many that nobody waits for."""
+    strips, ratio = np.repeat(np.arange(1, MOST_STRIPS + 1), len(_RATIOS)), np.tile(_RATIOS, MOST_STRIPS)
+    half, none = np.full(len(ratio), 0.5), np.zeros(len(ratio))
+    found = [_least(half, half, ratio, none, strips, along=along, precision=16) for along in (False, True)]
+    lag = (np.minimum(*found) - np.maximum(1.0, ratio)).reshape(MOST_STRIPS, len(_RATIOS))
+    return np.concatenate([np.zeros((1, len(_RATIOS))), np.minimum.accumulate(lag, axis=0)])
 
 
-def growing_order(ranges: Integers, owner: Integers) -> tuple[Ints, Ints]:
-    """Tiles by device, the one with the most to do first, each one's in growing order; and each device's turn.
+def growing_order(ranges: Integers, owner: Integers, place: Integers | None = None) -> tuple[Ints, Ints]:
+    """Tiles by device, in the order of `place` or else the one with the most to do first, each one's in growing order.
 
     `ranges` are (tiles, 6): rows, columns, k, each start and stop. Within a device by k, then as a square grows: by the
     greater of how far a tile's rows and columns are from the first that the device has there. The second result has a
-    place for each tile of the first: which device's turn it is. A box in more parts than MOST_SLICES along a side does
-    not fit into memory: its tiles come strip by strip, so that at least one slice of each strip stays.
+    number for each tile of the first: whose turn it is. A grid of more parts than MOST_STRIPS along a side does not fit
+    into memory: its tiles come row by row, or column by column, so that at least one slice of each stays.
     """
     if not len(owner):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     devices, which = np.unique(owner, return_inverse=True)
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
-    volume = np.bincount(which, size.prod(axis=1))
+    first = -np.bincount(which, size.prod(axis=1)) if place is None else place[devices]
     turn = np.empty(len(devices), dtype=np.int64)
-    turn[np.argsort(-volume, kind="stable")] = np.arange(len(devices))
+    turn[np.argsort(first, kind="stable")] = np.arange(len(devices))
     layer = _dense(turn[which], ranges[:, 4])
     row, col = (_distance(layer, ranges[:, 2 * axis]) for axis in (0, 1))
     many = [_parts(layer, distance) for distance in (row, col)]
-    strips = np.maximum(*many)[layer] > 2 * MOST_SLICES  # a long box may have so many that fit
+    grid = np.bincount(layer) == many[0] * many[1]
+    strips = (grid & (np.maximum(*many) > MOST_STRIPS))[layer]
     strip, along = np.where((many[0] <= many[1])[layer], (row, col), (col, row))
-    first, then = np.where(strips, (strip, along), (np.maximum(row, col), np.minimum(row, col)))
-    order = np.lexsort((then, (row < col) & ~strips, first, layer))
+    nearest, then = np.where(strips, (strip, along), (np.maximum(row, col), np.minimum(row, col)))
+    order = np.lexsort((then, (row < col) & ~strips, nearest, layer))
     return order, turn[which][order]
 
 

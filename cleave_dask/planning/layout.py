@@ -3,7 +3,7 @@
 A device's slices are fetched once for all its tiles that share them while its memory lasts; where it does not, a slice
 that the last tiles did not use comes down again. Tiles go out in parcels: as many for each device as take the scheduler
 no more than a quarter of the gemm's time, but one at least. A device begins after its start: the links' latency and
-the place of its first parcel in the scheduler's queue, those with the most to do first. From then on its tiles, in
+the place of its first parcel in the scheduler's queue. From then on its tiles, in
 growing order, follow each other through its three stages, each first come first served:
 
     arrived[i] = arrived[i-1] + slices not yet there        through[i] = max(through[i-1], ready[i]) + seconds[i]
@@ -19,12 +19,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.cost import AT_ONCE, IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape
 from cleave_dask.planning.growing import growing_order
+from cleave_dask.planning.slices import newly
 
 STAGES = ("downlink", "compute", "uplink")
 
@@ -51,6 +53,12 @@ class Layout:
     egress_seconds: float
     ingress_seconds: float
     scheduler_seconds: float
+
+    def places(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The place of each of `count` devices in the scheduler's queue; those without tiles come last."""
+        found = np.full(count, len(self.devices), dtype=np.int32)
+        found[self.devices[np.argsort(self.queue, kind="stable")]] = np.arange(len(self.devices))
+        return found
 
     def moved(self, devices: Ints, slots: int = 1) -> Layout:
         """The same layout on other devices: those at these positions; `slots` gemms shared the scheduler."""
@@ -101,13 +109,14 @@ def lay_out(
     server: Server,
     *,
     scheduler_seconds: float = SCHEDULER_SECONDS,
+    place: Ints | None = None,
 ) -> Layout:
-    """The layout of these tiles, priced."""
+    """The layout of these tiles, priced; `place` is that of each device in the scheduler's queue."""
     order = np.lexsort(ranges.T[[3, 2, 1, 0, 5, 4]])
     ranges, owner = ranges[order], owner[order]
     devices = np.unique(owner)
     here = rates.take(devices)
-    order, turn = growing_order(ranges, owner)
+    order, turn = growing_order(ranges, owner, place)
     which = np.searchsorted(devices, owner[order])
     size = (ranges[order, 1::2] - ranges[order, 0::2]).astype(np.float64)
     down = _down(shape, ranges[order], which, size, here.memory)
@@ -117,8 +126,8 @@ def lay_out(
     stages: Floats = np.stack([np.bincount(which, stage).astype(np.float64) for stage in seconds])
     tiles = np.bincount(which)
     through = _through(seconds, turn, which)
-    place = np.empty(len(devices))
-    place[which] = turn + 1.0
+    turns = np.empty(len(devices))
+    turns[which] = turn + 1.0
     together = _together(tiles, scheduler_seconds, float((through + here.latency).max()))
     return Layout(
         shape=shape,
@@ -131,7 +140,7 @@ def lay_out(
         together=together,
         memory=AT_ONCE * _held(shape, ranges[order], which, size),
         latency=here.latency,
-        queue=scheduler_seconds * place,
+        queue=scheduler_seconds * turns,
         down_bytes=float(down.sum()),
         up_bytes=float(up.sum()),
         egress_seconds=float(down.sum()) / server.egress,
@@ -178,17 +187,17 @@ def _together(tiles: Ints, slot: float, seconds: float) -> int:
 def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
     """Bytes of any two consecutive tiles of each device at most, operands and results; tiles device after device."""
     area = size[:, 0] * size[:, 1]
+    held = area * shape.up_bytes
     if shape.kind != "gemm":
-        slices = [area * shape.down_bytes]
-        same = [np.zeros(len(which) - 1, dtype=bool)]
+        held += area * shape.down_bytes
+        shared = np.zeros(len(which) - 1)
     else:
-        slices = [size[:, axis] * size[:, 2] * shape.down_bytes for axis in (0, 1)]
-        keys = [ranges[:, [2 * axis, 2 * axis + 1, 4, 5]] for axis in (0, 1)]
-        same = [(key[1:] == key[:-1]).all(axis=1) for key in keys]
-    held = sum(slices) + area * shape.up_bytes
+        held += (size[:, 0] + size[:, 1]) * size[:, 2] * shape.down_bytes
+        low, high = np.maximum(ranges[1:, 0::2], ranges[:-1, 0::2]), np.minimum(ranges[1:, 1::2], ranges[:-1, 1::2])
+        both = np.maximum(high - low, 0).astype(np.float64)
+        shared = (both[:, 0] + both[:, 1]) * both[:, 2] * shape.down_bytes
     pair = held.copy()
-    before = area[:-1] * shape.up_bytes + sum(np.where(s, 0.0, part[:-1]) for s, part in zip(same, slices, strict=True))
-    pair[1:] += np.where(which[1:] == which[:-1], before, 0.0)
+    pair[1:] += np.where(which[1:] == which[:-1], held[:-1] - shared, 0.0)
     most = np.zeros(which.max() + 1)
     np.maximum.at(most, which, pair)
     return most
@@ -198,24 +207,14 @@ def _down(shape: Shape, ranges: Ints, which: Ints, size: Floats, memory: Floats)
     """Bytes that come down for each tile, of devices' tiles in the order that they take them."""
     if shape.kind != "gemm":
         return np.asarray(size[:, 0] * size[:, 1] * shape.down_bytes, dtype=np.float64)
-    once, again = np.zeros(len(which)), np.zeros(len(which))
-    for axis in (0, 1):
-        weight = size[:, axis] * size[:, 2] * shape.down_bytes
-        key = np.stack([which, *(ranges[:, c] for c in (2 * axis, 2 * axis + 1, 4, 5))])
-        once += weight * _first(key)
-        again += weight * _fresh(key)
-    fits = np.bincount(which, once, minlength=len(memory)) <= memory / 2
-    return np.where(fits[which], once, again)
-
-
-def _first(key: Ints) -> Ints:
-    """1 where a column of `key` appears for the first time, else 0."""
-    order = np.lexsort(key)
-    ordered = key[:, order]
-    new = np.concatenate([[True], (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)])
-    found = np.zeros(key.shape[1], dtype=np.int64)
-    found[order[new]] = 1
-    return found
+    group = (which * (shape.k + 1) + ranges[:, 4]) * (shape.k + 1) + ranges[:, 5]
+    spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1)]
+    once = sum(newly(group, *span) for span in spans) * size[:, 2] * shape.down_bytes
+    fits = (np.bincount(which, once, minlength=len(memory)) <= memory / 2)[which]
+    if fits.all():
+        return np.asarray(once)
+    again = [_fresh(np.stack([group, *span])) * (span[1] - span[0]) for span in spans]
+    return np.where(fits, once, sum(again) * size[:, 2] * shape.down_bytes)
 
 
 def _fresh(key: Ints) -> Ints:

@@ -74,6 +74,6 @@ def _edges(sizes: Floats, group: Ints, length: int | Ints) -> Ints:
 def aligned_unit(length: int, size: float) -> int:
     """A power of two up to 32 that divides `length` and is small beside `size`: kernels like full vectors."""
     unit = 32
-    while unit > 1 and (length % unit or size < 96 * unit):
+    while unit > 1 and (length % unit or size < 384 * unit):
         unit //= 2
     return unit

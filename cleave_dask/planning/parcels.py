@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cleave_dask.graph.ir import Gemm
-from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Shape
+from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Ints, Shape
+from cleave_dask.planning.slices import newly
 
 Ranges = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
@@ -53,19 +54,14 @@ def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ranges, device: Ranges) -> 
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
     down = alone = results * shape.down_bytes
     if shape.kind == "gemm":
-        slices = [(size[:, axis] * size[:, 2] * shape.down_bytes, ranges[:, [2 * axis, 4]]) for axis in (0, 1)]
-        down = np.sum([nbytes * first_with_slice(device, starts) for nbytes, starts in slices], axis=0)
-        alone = np.sum([nbytes * first_with_slice(parcel, starts) for nbytes, starts in slices], axis=0)
+        spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1)]
+        layers = [with_depth(whose, ranges, shape.k) for whose in (device, parcel)]
+        down, alone = (sum(newly(layer, *span) for span in spans) * size[:, 2] * shape.down_bytes for layer in layers)
     columns = flops, down, results * shape.up_bytes, alone
     return np.column_stack([np.bincount(parcel, column, minlength=count) for column in columns])
 
 
-def first_with_slice(owner: Ranges, starts: Ranges) -> Floats:
-    """1 for the first tile of each owner that has an operand slice, 0 for those that share it."""
-    key = np.column_stack([owner, starts]).astype(np.int64)
-    order = np.lexsort(key.T)
-    new = np.concatenate([[True], (key[order][1:] != key[order][:-1]).any(axis=1)])
-    first = order[new]  # lexsort is stable: the first of its kind
-    found = np.zeros(len(owner))
-    found[first] = 1.0
-    return found
+def with_depth(owner: Ranges, ranges: Ranges, depth: int) -> Ints:
+    """A number for each owner and range of k: only tiles that agree in both share slices."""
+    low, high = ranges[:, 4].astype(np.int64), ranges[:, 5].astype(np.int64)
+    return (owner.astype(np.int64) * (depth + 1) + low) * (depth + 1) + high

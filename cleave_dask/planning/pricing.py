@@ -75,8 +75,11 @@ def _tables(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, 
     """The tiles of each gemm; gemms of one layout share their columns."""
     ranges = {id(layout.ranges): layout.ranges.astype(np.int32) for layout in layouts.values()}
     owners = {id(layout.owner): layout.owner.astype(np.int32) for layout in layouts.values()}
+    places = {id(layout): layout.places(len(names)) for layout in _distinct(layouts.values())}
     return {
-        gemm: Tiles(gemm, ranges[id(layout.ranges)], owners[id(layout.owner)], names, layout.together)
+        gemm: Tiles(
+            gemm, ranges[id(layout.ranges)], owners[id(layout.owner)], names, layout.together, places[id(layout)]
+        )
         for gemm, layout in layouts.items()
     }
 

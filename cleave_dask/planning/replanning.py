@@ -49,7 +49,7 @@ def replan(
         plan,
         fleet=fleet,
         by_gemm={
-            name: Tiles(name, tiles.ranges, owners[name], mover.names, tiles.together)
+            name: Tiles(name, tiles.ranges, owners[name], mover.names, tiles.together, mover.places(tiles))
             for name, tiles in plan.by_gemm.items()
         },
         seconds=max(seconds, plan.bound_seconds),
@@ -70,6 +70,7 @@ class _Mover:
         done: Mapping[str, Collection[int]],
     ) -> None:
         self.plan, self.done = plan, done
+        self._places: dict[int, Column] = {}
         known = next((tiles.names for tiles in plan.by_gemm.values()), tuple(plan.reasons))
         fresh = tuple(device.name for device in fleet.devices if device.name not in plan.reasons)
         self.names: tuple[str, ...] = known + fresh
@@ -87,6 +88,16 @@ class _Mover:
     def owners(self) -> dict[str, Column]:
         """The owner of each tile, as columns that are replaced when something in them moves."""
         return {name: tiles.owner for name, tiles in self.plan.by_gemm.items()}
+
+    def places(self, tiles: Tiles) -> Column | None:
+        """The places of devices in the scheduler's queue: those that had none come last."""
+        if tiles.place is None or len(tiles.place) == len(self.names):
+            return tiles.place
+        key = id(tiles.place)
+        if key not in self._places:
+            late = np.full(len(self.names) - len(tiles.place), len(self.names), dtype=np.int32)
+            self._places[key] = np.concatenate([tiles.place, late])
+        return self._places[key]
 
     def evacuate(self, owners: dict[str, Column], gone: Collection[str]) -> None:
         """Give the open tiles of devices that left to others."""

@@ -19,7 +19,6 @@ from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.balancing import Arrangement, Job, balanced, finish_seconds
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
-    ROUND_TRIPS,
     SCHEDULER_SECONDS,
     Floats,
     Ints,
@@ -28,15 +27,16 @@ from cleave_dask.planning.cost import (
     smallest_bytes,
 )
 from cleave_dask.planning.cutting import cut_boxes
-from cleave_dask.planning.growing import ENDLESS, MOST_SLICES, best_ratio, square_seconds
+from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewest_strips, square_seconds
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
 
-_LEAST_TILE = 0.05  # seconds: shorter tiles cost more in messages than their overlap brings
+_LEAST_TILE = 0.025  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
-_AGAIN = 1  # times that a packing is balanced by what its tiles take, for small fleets twice
+_AGAIN = 2  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
+_FEW_TILES = 0.004  # of a box's time that more tiles must bring
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -49,8 +49,8 @@ class Shares:
     start: Floats  # seconds before each one's first byte moves
     volume: Floats  # multiplications, or cells, of each
     results: Floats  # numbers that each would best send back
-    slices: Ints  # of each one's box along each side; a batched op has as many tiles as their square
-    overlap: Ints  # the same, or ENDLESS if tiles of others fill its gaps
+    tiles: Ints  # that each one's box may be cut into at most
+    strips: Ints  # that count for its overlap; ENDLESS if tiles of others fill its gaps
 
 
 def tile_gemm(
@@ -111,43 +111,43 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    shortest = np.maximum(_FILLER_TILE if filler else _LEAST_TILE, rates.latency[order] / ROUND_TRIPS)
-    slices = np.rint(np.sqrt(np.maximum(seconds - start, 0.0) / shortest)).astype(np.int64)
-    slices = np.clip(slices, 1, MOST_SLICES)
-    overlap = np.full(len(order), ENDLESS) if filler else slices
-    volume, results = _overlapped(shape, rates.take(order), seconds - start, overlap)
+    shortest = _FILLER_TILE if filler else _LEAST_TILE
+    tiles = np.maximum(1, np.rint(np.maximum(seconds - start, 0.0) / shortest).astype(np.int64))
+    strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles, MOST_STRIPS)
+    volume, results = _overlapped(shape, rates.take(order), seconds - start, strips, tiles)
     if shape.kind == "gemm":
         worth = volume > _WORTH * volume.sum() / max(1, (volume > 0).sum())
     else:
         volume = np.floor(volume * (1 + 1e-9))
         worth = volume > 0
-    return Shares(seconds, order[worth], start[worth], volume[worth], results[worth], slices[worth], overlap[worth])
+    return Shares(seconds, order[worth], start[worth], volume[worth], results[worth], tiles[worth], strips[worth])
 
 
-def _overlapped(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> tuple[Floats, Floats]:
-    """The volume that each device can do in `seconds` with its box in so many slices, and the results it sends."""
+def _overlapped(shape: Shape, rates: Rates, seconds: Floats, strips: Ints, many: Ints) -> tuple[Floats, Floats]:
+    """The volume that each device can do in `seconds` with its box in so many strips, and the results it sends."""
     if shape.kind != "gemm":
         volume, _ = most(shape, rates, seconds)
-        stages, tiles = cell_seconds(shape, rates), np.where(slices == ENDLESS, np.inf, slices**2)
+        stages, tiles = cell_seconds(shape, rates), np.where(strips == ENDLESS, np.inf, many)
         busiest, others = stages.max(axis=0), stages.sum(axis=0) - stages.max(axis=0)
         evenly = np.minimum(np.maximum(seconds, 0.0) / (busiest + others / tiles), shape.volume)
         volume = np.where(evenly >= tiles, evenly, volume)
         return volume, volume
     left = np.maximum(seconds, 0.0)
-    time, job = left, Job(shape, rates, np.zeros(len(rates)), slices, left, left[None], np.ones(len(rates)))
+    ones, none = np.ones(len(rates)), np.zeros(len(rates))
+    time, job = left, Job(shape, rates, none, strips, left, left[None], ones)
     for _ in range(_SHRINKS):
-        box = _best_box(shape, rates, time, slices)
+        box = _best_box(shape, rates, time, strips)
         time = time * np.clip(left / np.maximum(finish_seconds(job, box), 1e-300), 0.2, 1.0)
-    rows, cols, depth = _best_box(shape, rates, time, slices)
+    rows, cols, depth = _best_box(shape, rates, time, strips)
     return rows * cols * depth, rows * cols
 
 
-def _best_box(shape: Shape, rates: Rates, seconds: Floats, slices: Ints) -> Floats:
-    """(3, devices): the largest box whose download and upload, in so many slices, take `seconds`."""
+def _best_box(shape: Shape, rates: Rates, seconds: Floats, strips: Ints) -> Floats:
+    """(3, devices): the largest box whose download and upload, in so many strips, take `seconds`."""
     received, sent = rates.down * seconds / shape.down_bytes, rates.up * seconds / shape.up_bytes
     around = shape.k * np.sum(_best_sides(shape, sent), axis=0)  # down, if the box were K deep and all sent is its area
-    ratio = best_ratio(slices, (received / np.maximum(around, 1e-100)) ** 2)
-    down = 1.0 / square_seconds(np.ones(len(ratio)), ratio, slices)
+    ratio = best_ratio(strips, (received / np.maximum(around, 1e-100)) ** 2)
+    down = 1.0 / square_seconds(np.ones(len(ratio)), ratio, strips)
     rows, cols = _best_sides(shape, down * ratio * sent)
     depth = np.minimum(down * received / np.maximum(rows + cols, 1e-300), shape.k)
     return np.stack([rows, cols, depth])
@@ -172,42 +172,55 @@ def _laid_out(
     filler: bool,
 ) -> Layout:
     """The tiles of a division: the best of a few packings, balanced again by what they turned out to take."""
+    place = np.full(len(rates), len(rates))
+    place[shares.devices] = np.arange(len(shares.devices))
 
-    def cut(boxes: Ints, owner: Ints, tiles: Ints) -> Layout:
-        return lay_out(
-            shape, *cut_boxes(shape, boxes, owner, rates, tiles, few=not filler), rates, server, scheduler_seconds=slot
-        )
+    def cut(boxes: Ints, owner: Ints, strips: Ints) -> Layout:
+        tiles = cut_boxes(shape, boxes, owner, rates, strips)
+        return lay_out(shape, *tiles, rates, server, scheduler_seconds=slot, place=place)
 
     def laid(draft: Arrangement) -> Layout:
         boxes, who = rounded(shape, draft)
-        return cut(boxes, shares.devices[who], shares.slices[who] ** 2)
+        return cut(boxes, shares.devices[who], strips[who])
 
     if shape.kind != "gemm":
         return cut(*_dealt(shape, shares))
     rows_cols = _best_sides(shape, shares.results)
     depth = np.clip(shares.volume / np.maximum(shares.results, 1.0), 1e-9, shape.k)
     best = np.stack([*rows_cols, depth if split_k else np.full(len(depth), float(shape.k))])
-    drag = np.ones(len(depth))
-    job = Job(shape, slowed.take(shares.devices), shares.start, shares.overlap, shares.volume, best, drag)
+    here, drag = slowed.take(shares.devices), np.ones(len(depth))
+    strips = _strips(shape, here, best, shares.tiles)
+    overlap = np.where(shares.strips == ENDLESS, ENDLESS, strips)
+    job = Job(shape, here, shares.start, overlap, shares.volume, best, drag)
     many = 1 if filler else _PRICED if len(depth) > _MANY_DEVICES else 2 * _PRICED
     found = [(laid(draft), draft) for draft in pack(job, split_k=split_k, many=many)]
     layout, draft = min(found, key=lambda pair: pair[0].seconds)
-    for _ in range(0 if filler else _AGAIN if len(depth) > _MANY_DEVICES else 2 * _AGAIN):
-        job = replace(job, drag=job.drag * _drag(job, draft, layout, shares.devices))
+    again = layout
+    for _ in range(0 if filler else _AGAIN):
+        job = _corrected(job, draft, again, shares.devices)
         draft = balanced(job, draft)
         again = laid(draft)
         layout = again if again.seconds < layout.seconds else layout
     return layout
 
 
-def _drag(job: Job, draft: Arrangement, layout: Layout, devices: Ints) -> Floats:
-    """How many times longer than `balancing` expects each device is with its tiles."""
+def _strips(shape: Shape, rates: Rates, best: Floats, most: Ints) -> Ints:
+    """The strips of each device's best box: at most so many, and no more than help."""
+    rows, cols, depth = best
+    down = 2.0 * np.sqrt(rows * cols) * depth * shape.down_bytes / rates.down
+    compute = rows * cols * depth * (shape.flops / shape.volume) / rates.flops
+    up = rows * cols * shape.up_bytes / rates.up
+    return fewest_strips(down, np.maximum(compute, up), np.minimum(compute, up), most, _FEW_TILES)
+
+
+def _corrected(job: Job, draft: Arrangement, layout: Layout, devices: Ints) -> Job:
+    """The job with what its tiles turned out to take, and when their devices start, instead of what was expected."""
     expected, start = np.ones(len(devices)), job.start[draft.order]
     expected[draft.order] = np.maximum(finish_seconds(job.take(draft.order), draft.extents) - start, 1e-9)
-    place = np.searchsorted(layout.devices, devices)
-    place = np.minimum(place, len(layout.devices) - 1)
+    place = np.minimum(np.searchsorted(layout.devices, devices), len(layout.devices) - 1)
     there = layout.devices[place] == devices
-    return np.clip(np.where(there, layout.through[place] / expected, 1.0), 0.9, 1.2)
+    drag = np.clip(np.where(there, layout.through[place] / expected, 1.0), 0.9, 1.2)
+    return replace(job, drag=job.drag * drag, start=np.where(there, layout.start[place], job.start))
 
 
 def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
@@ -228,6 +241,6 @@ def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
             cells = (rows[1] - rows[0]) * (cols[1] - cols[0])
             ranges.append((*rows, *cols, 0, 1))
             owner.append(int(shares.devices[place]))
-            tiles.append(max(1, round(int(shares.slices[place]) ** 2 * cells / size)))
+            tiles.append(max(1, round(int(shares.tiles[place]) * cells / size)))
             start += cells
     return np.array(ranges, dtype=np.int64).reshape(-1, 6), np.array(owner), np.array(tiles)

@@ -42,22 +42,31 @@ class Tiles(Sequence[Tile]):
     A device gets its tiles in parcels: `together` tiles of its own, in growing order, that are sent as one task.
     """
 
-    __slots__ = ("gemm", "names", "owner", "ranges", "together")
+    __slots__ = ("gemm", "names", "owner", "place", "ranges", "together")
 
-    def __init__(self, gemm: str, ranges: Column, owner: Column, names: tuple[str, ...], together: int = 1) -> None:
+    def __init__(
+        self,
+        gemm: str,
+        ranges: Column,
+        owner: Column,
+        names: tuple[str, ...],
+        together: int = 1,
+        place: Column | None = None,
+    ) -> None:
         self.gemm = gemm
         self.ranges = ranges  # (tiles, 6): rows, cols, ks, each start and stop
         self.owner = owner  # of each tile, as a position in `names`
         self.names = names  # of all devices
         self.together = together  # tiles of a parcel; a device's last parcel may have fewer
+        self.place = place  # of each device in the scheduler's queue; None: those with the most to do come first
 
     def parcels(self) -> list[tuple[str, tuple[int, ...]]]:
         """Device and tile numbers of each parcel, in the order in which they go out; they have every tile once.
 
-        A device gets its tiles in growing order. First everybody's first parcel goes out, then everybody's second; the
-        devices with the most to do come first.
+        A device gets its tiles in growing order. First everybody's first parcel goes out, then everybody's second;
+        devices come in the order of their `place`.
         """
-        order, turn = growing_order(self.ranges, self.owner)
+        order, turn = growing_order(self.ranges, self.owner, self.place)
         first = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]])) if len(turn) else turn
         number = np.arange(len(turn)) - np.repeat(first, np.diff(np.append(first, len(turn))))
         starts = np.flatnonzero(number % self.together == 0)
@@ -87,7 +96,8 @@ class Tiles(Sequence[Tile]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Tiles):
             mine, theirs = ((tiles.gemm, tiles.names, tiles.together) for tiles in (self, other))
-            return mine == theirs and _equal(self.ranges, other.ranges) and _equal(self.owner, other.owner)
+            columns = ((self.ranges, other.ranges), (self.owner, other.owner), (self.place, other.place))
+            return mine == theirs and all(_equal(one, two) for one, two in columns)
         return isinstance(other, tuple) and tuple(self) == other
 
     def __hash__(self) -> int:
@@ -97,7 +107,8 @@ class Tiles(Sequence[Tile]):
         return f"<{len(self):,} tiles of {self.gemm}>"
 
     def __dask_tokenize__(self) -> object:
-        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names, self.together
+        place = None if self.place is None else self.place.tobytes()
+        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names, self.together, place
 
 
 class AllTiles(Sequence[Tile]):
@@ -218,5 +229,5 @@ class Plan:
         ]
 
 
-def _equal(one: Column, other: Column) -> bool:
-    return one is other or bool(np.array_equal(one, other))
+def _equal(one: Column | None, other: Column | None) -> bool:
+    return one is other or (one is not None and other is not None and bool(np.array_equal(one, other)))

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -31,9 +29,10 @@ from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
+from cleave_dask.runtime.operands import Piece, SliceCache, assembled, operand_slices
 from cleave_dask.runtime.pausing import pause_while
 from cleave_dask.runtime.refusing import refuse_all_but_tiles
-from cleave_dask.runtime.tiles import MANY, ParcelSpec, SliceName, TileSpec, slice_names
+from cleave_dask.runtime.tiles import MANY, ParcelSpec, SliceName, TileSpec, own_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ PULLS = 2
 """Tiles that ask for operands at once at least: the second request is under way while the first is answered."""
 
 ASKED = 2e6
-"""Bytes of operands that are asked for at once: about what fits into a link while a message goes there and back."""
+"""Bytes of operands that are asked for at once; more if that is what comes down in two round trips."""
 
 PARCELS = 64
 """Parcels that may be open at once; it is tiles that wait for their turn, the most urgent first, not parcels."""
@@ -58,48 +57,6 @@ async def run_parcel(parcel: ParcelSpec, server: str, again: bool) -> int:
     return await device.run(parcel, server, again)
 
 
-@dataclass
-class SliceCache:
-    """Operand slices on this device: each fetched once, kept while there is room, oldest out first."""
-
-    limit: int  # bytes
-    held: OrderedDict[SliceName, asyncio.Future[Array]] = field(default_factory=OrderedDict)
-    bytes: int = 0
-
-    def find(self, name: SliceName) -> asyncio.Future[Array] | None:
-        """The slice, if it is here or on its way."""
-        if name in self.held:
-            self.held.move_to_end(name)
-        return self.held.get(name)
-
-    def add(self, name: SliceName, arriving: asyncio.Future[Array]) -> None:
-        """Remember a slice that was asked for; slices of steps before it are of no more use."""
-        stale = [other for other in self.held if other[0] == name[0] and other[1] < name[1]]
-        for other in stale:
-            self.drop(other)
-        self.held[name] = arriving
-        arriving.add_done_callback(lambda done: self._arrived(name, done))
-
-    def drop(self, name: SliceName) -> None:
-        """Let go of a slice."""
-        gone = self.held.pop(name)
-        if gone.done() and not gone.cancelled() and gone.exception() is None:
-            self.bytes -= gone.result().nbytes
-
-    def _arrived(self, name: SliceName, done: asyncio.Future[Array]) -> None:
-        if self.held.get(name) is not done:
-            return
-        if done.cancelled() or done.exception() is not None:
-            del self.held[name]
-            return
-        self.bytes += done.result().nbytes
-        for other in list(self.held):
-            if self.bytes <= self.limit:
-                break
-            if other != name and self.held[other].done():
-                self.drop(other)
-
-
 class DeviceRuntime:
     """What a device keeps between tiles: its kernel, its slices, the one thread that multiplies."""
 
@@ -110,7 +67,8 @@ class DeviceRuntime:
         half = lent.memory // 2
         chosen = half if config.get("device.cache") is None else config.nbytes("device.cache")
         self.cache = SliceCache(min(chosen, half))
-        self.places, self.pulls = Gate(config.whole("device.window"), half / 2), Gate(PULLS, ASKED)
+        ahead = 4.0 * lent.figures.get("latency", 0.0) * lent.figures.get("down", 0.0)
+        self.places, self.pulls = Gate(config.whole("device.window"), half / 2), Gate(PULLS, max(ASKED, ahead))
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
         self._asking: asyncio.Task[None] | None = None
@@ -131,7 +89,11 @@ class DeviceRuntime:
                 call = self.worker.rpc(server).cleave_wanted
                 wanted = set(await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers))
                 specs = [spec for spec in (reversed(specs) if again else specs) if spec.tile in wanted]
-            tiles = [asyncio.ensure_future(self._tile(spec, server, parcel, n)) for n, spec in enumerate(specs)]
+            sizes = own_bytes(specs)
+            tiles = [
+                asyncio.ensure_future(self._tile(spec, server, parcel, parcel.rank + n, size))
+                for n, (spec, size) in enumerate(zip(specs, sizes, strict=True))
+            ]
             await asyncio.gather(*tiles)
             await self.links.reported()
         except OSError as error:
@@ -143,35 +105,35 @@ class DeviceRuntime:
                 tile.cancel()
         return len(specs)
 
-    async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, number: int) -> None:
+    async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         """Pull, multiply, push; several tiles at a time, so that all three go on side by side.
 
         Of filler only a few, however small, so that no more than those are in the way of what others wait for.
         """
-        rank, size = parcel.rank + number, MANY if parcel.filler else spec.nbytes
-        await self.places.enter(rank, size)
+        room = MANY if parcel.filler else size
+        await self.places.enter(rank, room)
         try:
-            await self._pull_multiply_push(spec, server, rank)
+            await self._pull_multiply_push(spec, server, rank, size)
         finally:
-            self.places.leave(size)
+            self.places.leave(room)
 
-    async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int) -> None:
+    async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int, size: int) -> None:
         start = perf_counter()
-        await self.pulls.enter(rank, spec.nbytes)
+        await self.pulls.enter(rank, size)
         entered = perf_counter()
         try:
-            names = slice_names(spec)
-            fresh = [self.request(server, name) for name in names]
-            operands = await asyncio.gather(*(self.slice(server, name) for name in names))
+            fetched = [self._request(server, name, axis) for name, axis in operand_slices(spec)]
+            operands = [self.cache.pieces(name, axis) for name, axis in operand_slices(spec)]
+            await asyncio.gather(*(asyncio.shield(piece.arriving) for pieces in operands for piece in pieces))
         finally:
-            self.pulls.leave(spec.nbytes)
+            self.pulls.leave(size)
         pulled = perf_counter()
         loop = asyncio.get_running_loop()
         results, seconds = await loop.run_in_executor(self.multiplier, self._multiply, spec, operands)
         timing = {
             "queued": perf_counter() - pulled - seconds + entered - start,
             "sent": self.clock.now(),
-            "down_bytes": sum(operand.nbytes for operand, new in zip(operands, fresh, strict=True) if new),
+            "down_bytes": sum(fresh.result().nbytes for asked in fetched for fresh in asked),
         }
         message = {
             "run": spec.run,
@@ -196,17 +158,13 @@ class DeviceRuntime:
         if self.clock.due(server):
             self._asking = asyncio.ensure_future(self.clock.ask(self.worker.rpc(server).cleave_clock))
 
-    async def slice(self, server: str, name: SliceName) -> Array:
-        """An operand slice: from this device's memory, from a fetch under way, or from the server."""
-        self.request(server, name)
-        return await asyncio.shield(self.cache.held[name])
-
-    def request(self, server: str, name: SliceName) -> bool:
-        """Have a slice fetched unless it is here or on its way; whether that was needed."""
-        needed = self.cache.find(name) is None
-        if needed:
-            self.cache.add(name, asyncio.ensure_future(self._fetch(server, name)))
-        return needed
+    def _request(self, server: str, name: SliceName, axis: int) -> list[asyncio.Future[Array]]:
+        """Have what is missing of a slice fetched; what was asked for."""
+        asked: list[asyncio.Future[Array]] = []
+        for part in self.cache.missing(name, axis):
+            asked.append(asyncio.ensure_future(self._fetch(server, part)))
+            self.cache.add(part, axis, asked[-1])
+        return asked
 
     async def _fetch(self, server: str, name: SliceName) -> Array:
         run, step, job, operand, first, second = name
@@ -218,9 +176,10 @@ class DeviceRuntime:
         parts: list[Array] = answer["parts"]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=answer["axis"])
 
-    def _multiply(self, spec: TileSpec, operands: Sequence[Array]) -> tuple[tuple[Array, ...], float]:
+    def _multiply(self, spec: TileSpec, operands: Sequence[Sequence[Piece]]) -> tuple[tuple[Array, ...], float]:
         start = perf_counter()
-        results = self.kernel.run(spec.kind, operands, dtype=spec.dtype, causal=spec.causal, scale=spec.scale)
+        arrays = [assembled(pieces) for pieces in operands]
+        results = self.kernel.run(spec.kind, arrays, dtype=spec.dtype, causal=spec.causal, scale=spec.scale)
         return results, perf_counter() - start
 
 

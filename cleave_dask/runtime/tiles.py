@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cleave_dask.graph.ir import ITEMSIZE, Range
+from cleave_dask.planning.slices import newly
 
 MANY = 1 << 40
 """Bytes that count as many."""
@@ -29,14 +32,6 @@ class TileSpec:
     ks: Range
     causal: bool
     scale: float | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of operands and result; those of an attention depend on more than is known here, and count as many."""
-        if self.kind != "gemm":
-            return MANY
-        m, n, k = (stop - start for start, stop in (self.rows, self.cols, self.ks))
-        return (m * k + k * n + m * n) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +74,18 @@ def slice_names(spec: TileSpec) -> list[SliceName]:
         return [(run, step, job, 0, spec.rows, spec.ks), (run, step, job, 1, spec.ks, spec.cols)]
     count = {"bmm": 2, "attention": 3, "attention_backward": 6}[spec.kind]
     return [(run, step, job, operand, spec.rows, spec.cols) for operand in range(count)]
+
+
+def own_bytes(specs: Sequence[TileSpec]) -> list[int]:
+    """Bytes that each of a parcel's tiles, in this order, adds to those before it: parts of operands, and its result.
+
+    Those of an attention depend on more than is known here, and count as many.
+    """
+    if not specs or specs[0].kind != "gemm":
+        return [MANY] * len(specs)
+    rows, cols, ks = (np.array([getattr(spec, axis) for spec in specs]) for axis in ("rows", "cols", "ks"))
+    layer = np.unique(ks, axis=0, return_inverse=True)[1].reshape(-1)
+    fresh = (newly(layer, *rows.T) + newly(layer, *cols.T)) * np.diff(ks).ravel()
+    results = np.diff(rows).ravel() * np.diff(cols).ravel()
+    sizes: list[int] = ((fresh + results).astype(np.int64) * ITEMSIZE[specs[0].dtype]).tolist()
+    return sizes

@@ -9,7 +9,8 @@ import numpy as np
 
 from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import Floats, Ints, Shape
-from cleave_dask.planning.parcels import Work, first_with_slice, parcel_works
+from cleave_dask.planning.parcels import Work, parcel_works, with_depth
+from cleave_dask.planning.slices import newly, segments
 from cleave_dask.planning.values import Tiles
 
 
@@ -20,9 +21,8 @@ class Cut:
     device: str
     work: Work
     tiles: Ints  # their numbers
-    slices: tuple[list[tuple[int, ...]], ...]  # of each operand: the name of each tile's slice
-    sizes: tuple[list[float], ...]  # their bytes
-    down: Floats  # bytes for each tile if nothing is there yet: a slice counts for the first tile that has it
+    slices: tuple[tuple[Ints, Ints, Floats], ...]  # pieces of each operand, tile after tile: whose, name, bytes
+    down: Floats  # bytes for each tile if nothing is there yet: what tiles share counts for the first that has it
     flops: Floats
     up: Floats  # bytes
     only: bool  # all that its device has of the gemm
@@ -33,24 +33,37 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
     shape, parcels = Shape.of(gemm), tiles.parcels()
     counts = Counter(device for device, _ in parcels)
     order = np.concatenate([numbers for _, numbers in parcels]).astype(np.int64)
-    parcel = np.repeat(np.arange(len(parcels)), [len(numbers) for _, numbers in parcels])
+    ends = np.cumsum([len(numbers) for _, numbers in parcels])
+    parcel = np.repeat(np.arange(len(parcels)), np.diff(ends, prepend=0))
     ranges = tiles.ranges[order].astype(np.int64)
     works = parcel_works(gemm, ranges, parcel, tiles.owner[order]).tolist()
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
     up = size[:, 0] * size[:, 1] * shape.up_bytes
     if shape.kind == "gemm":
-        names = [ranges[:, [2 * axis, 4]] for axis in (0, 1)]
-        sizes = [size[:, axis] * size[:, 2] * shape.down_bytes for axis in (0, 1)]
+        spans, depth = [(ranges[:, 0], ranges[:, 1]), (ranges[:, 2], ranges[:, 3])], size[:, 2] * shape.down_bytes
+        mine, theirs = (with_depth(whose, ranges, shape.k) for whose in (parcel, tiles.owner[order]))
+        down = np.asarray(sum(newly(mine, *span) for span in spans) * depth)
+        pieces = [_weighed(*segments(theirs, *span), depth) for span in spans]
     else:
-        names, sizes = [ranges[:, [0, 2]]], [size[:, 0] * size[:, 1] * shape.down_bytes]
-    down = np.sum([first_with_slice(parcel, name) * nbytes for name, nbytes in zip(names, sizes, strict=True)], axis=0)
-    found, start = [], 0
-    for (device, numbers), work in zip(parcels, works, strict=True):
-        part = slice(start, start + len(numbers))
-        start = part.stop
-        here = tuple([(axis, *row) for row in name[part].tolist()] for axis, name in enumerate(names))
-        each = tuple(column[part].tolist() for column in sizes)
+        down, every = size[:, 0] * size[:, 1] * shape.down_bytes, np.arange(len(order))
+        pieces = [(every, every, down)]
+    firsts = [np.searchsorted(piece[0], np.append(0, ends)).tolist() for piece in pieces]
+    found = []
+    for number, ((device, numbers), work) in enumerate(zip(parcels, works, strict=True)):
+        part = slice(ends[number] - len(numbers), ends[number])
+        here = tuple(
+            (
+                place[first[number] : first[number + 1]] - part.start,
+                *(c[first[number] : first[number + 1]] for c in rest),
+            )
+            for (place, *rest), first in zip(pieces, firsts, strict=True)
+        )
         only = counts[device] == 1
-        found.append(Cut(device, Work(*work), order[part], here, each, down[part], flops[part], up[part], only))
+        found.append(Cut(device, Work(*work), order[part], here, down[part], flops[part], up[part], only))
     return found
+
+
+def _weighed(place: Ints, segment: Ints, length: Ints, depth: Floats) -> tuple[Ints, Ints, Floats]:
+    """Pieces of an operand with their bytes."""
+    return place, segment, length * depth[place]

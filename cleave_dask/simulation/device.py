@@ -138,18 +138,21 @@ class SimulatedDevice:
     def _fetch(self, attempt: Attempt) -> Floats:
         """Bytes that come down for each tile of a run; slices that the device keeps do not."""
         cut, run = attempt.parcel.cut, attempt.run
-        if cut.only and attempt.parcel.accepted == 0:
+        if cut.only and attempt.parcel.accepted == 0 and cut.work.down_bytes <= self.device.memory / 2:
             return cut.down[run]
-        fetched = np.zeros(run.stop - run.start)
-        for names, sizes in zip(cut.slices, cut.sizes, strict=True):
-            for place, (name, size) in enumerate(zip(names[run], sizes[run], strict=True)):
-                key = (attempt.parcel.job, *name)
-                if self.slices.pop(key, None) is None:
-                    self.kept += size
-                    fetched[place] += size
-                self.slices[key] = size  # the last used are the last to go
-        while self.kept > self.device.memory / 2:
-            self.kept -= self.slices.pop(next(iter(self.slices)))
+        fetched, needed = np.zeros(run.stop - run.start), []
+        for operand, (places, names, sizes) in enumerate(cut.slices):
+            part = slice(*np.searchsorted(places, (run.start, run.stop)))
+            columns = (places[part] - run.start, names[part], sizes[part])
+            needed += [(place, operand, *rest) for place, *rest in zip(*(c.tolist() for c in columns), strict=True)]
+        for place, operand, name, size in sorted(needed):
+            key = (attempt.parcel.job, operand, name)
+            if self.slices.pop(key, None) is None:
+                self.kept += size
+                fetched[place] += size
+            self.slices[key] = size  # the last used are the last to go
+            while self.kept > self.device.memory / 2:
+                self.kept -= self.slices.pop(next(iter(self.slices)))
         return fetched
 
 
