@@ -150,7 +150,7 @@ class HollowDevice:
     def _fetched(self, name: tuple[Any, ...], nbytes: float) -> float:
         """Bytes that come down for a slice: none if the device holds it."""
         known = self.slices.pop(name, None)
-        self.slices[name] = nbytes  # the last used are the last to go
+        self.slices[name] = nbytes if known is None else known  # the last used are the last to go
         if known is not None:
             return 0.0
         self.held += nbytes
