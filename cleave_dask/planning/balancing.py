@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cleave_dask.planning.cost import Floats, Ints, Rates, Shape, resident
-from cleave_dask.planning.growing import ENDLESS, box_seconds, largest_strip
+from cleave_dask.planning.growing import ENDLESS, STREAMED, box_seconds, largest_strip
 
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
 _STEPS = 2  # of Newton's method
@@ -100,7 +100,7 @@ def finish_seconds(job: Job, extents: Floats) -> Floats:
     """
     down, compute, up = stage_seconds(job, extents)
     rows, cols, ks = extents
-    endless, many = job.strips == ENDLESS, np.maximum(job.strips, 1)
+    endless, many = job.strips == ENDLESS, np.maximum(STREAMED * job.strips, 1)
     work = np.maximum(compute, up) + np.minimum(compute, up) * _lag(job)
     second = ks * job.shape.down_bytes / job.rates.down  # of a row or a column
     stays = np.where(endless, 0.0, np.minimum(rows, cols) * second + down / many)

@@ -25,9 +25,9 @@ from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.capacity import lines, most, reach
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
 
-_SLOT_GROUPS = 48  # slots of a group are priced alike, and are worth what the first of the group is
+_SLOT_GROUPS = (32, 96)  # slots of a group are priced alike, and are worth what the first of the group is
 _ALPHAS = (1.0, 0.85, 0.7, 0.55)  # volume against whole lines: each is a bound, the best of them is taken
-_PRECISION = 1e-3
+_PRECISION = 5e-4
 
 
 def gemm_bound(
@@ -39,7 +39,9 @@ def gemm_bound(
         found = _by_devices(shape, rates, alpha=tried, slot=0.0, start=free)
         free, alpha = (found, tried) if found > free else (free, alpha)
     slot = scheduler_seconds
-    by_devices = _by_devices(shape, rates, alpha=alpha, slot=slot, start=free) if slot else free
+    by_devices = free
+    for groups in _SLOT_GROUPS if slot else ():
+        by_devices = _by_devices(shape, rates, alpha=alpha, slot=slot, start=by_devices, groups=groups)
     by_egress = _least(lambda t: _sent(shape, rates, server, t) >= shape.volume)
     by_ingress = shape.m * shape.n * shape.up_bytes / server.ingress
     found = max(by_devices, by_egress, by_ingress)
@@ -100,13 +102,13 @@ def _least_down(shape: Shape) -> float:
     return (shape.m + shape.n) * shape.k * shape.down_bytes
 
 
-def _by_devices(shape: Shape, rates: Rates, *, alpha: float, slot: float, start: float) -> float:
+def _by_devices(shape: Shape, rates: Rates, *, alpha: float, slot: float, start: float, groups: int = 1) -> float:
     """Seconds, more than `start`, below which the devices cannot do a gemm."""
     needed = shape.volume / shape.k * (1 - 1e-9)  # a sum that is rounded down may be all the same
 
     def enough(seconds: float) -> bool:
         if slot:
-            return _in_slots(shape, rates, seconds, alpha, slot) >= needed
+            return _in_slots(shape, rates, seconds, alpha, slot, groups) >= needed
         return float(_worth(shape, rates, np.full(1, seconds), alpha).sum()) >= needed
 
     return _least(enough, start=start)
@@ -119,14 +121,14 @@ def _worth(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
     return lines(shape, rates, seconds - rates.latency, alpha)
 
 
-def _in_slots(shape: Shape, rates: Rates, seconds: float, alpha: float, slot: float) -> float:
+def _in_slots(shape: Shape, rates: Rates, seconds: float, alpha: float, slot: float, groups: int) -> float:
     """At least what the fleet can do in `seconds` when the scheduler starts one device per slot.
 
     Prices as if the most worthy came first: the difference of the prices of two slots is what it costs those who have
     the first of them to wait for the second.
     """
     slots = min(len(rates), int(seconds / slot) + 1)
-    firsts = np.unique(np.arange(_SLOT_GROUPS + 1) * slots // _SLOT_GROUPS)[:-1].astype(np.float64)
+    firsts = np.unique(np.arange(groups + 1) * slots // groups)[:-1].astype(np.float64)
     sizes = np.diff(np.append(firsts, slots)).astype(np.int64)
     worth = _worth(shape, rates, (seconds - slot * (firsts + 1))[:, None], alpha)
     order = np.argsort(-worth[0], kind="stable")
@@ -168,9 +170,11 @@ def _busiest(shape: Shape, rates: Rates, seconds: float) -> str:
 
 def _least(enough: Callable[[float], bool], *, start: float = 0.0) -> float:
     """The least number of seconds that is enough, from below: what is returned is not enough, or only just."""
-    low, high = start, max(1e-9, (1 + _PRECISION) * start)
+    step = _PRECISION if start else 0.5
+    low, high = start, max(1e-9, (1 + step) * start)
     while not enough(high):
-        low, high = high, 1.5 * high
+        step = min(0.5, 2 * step)
+        low, high = high, (1 + step) * high
         if high > 1e18:
             return float("inf")
     while high - low > _PRECISION * low:

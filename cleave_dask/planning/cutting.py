@@ -10,18 +10,23 @@ from __future__ import annotations
 import numpy as np
 
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape, resident
-from cleave_dask.planning.growing import largest_strip, strip_edges
+from cleave_dask.planning.growing import STREAMED, largest_strip, strip_edges
 
 _FINE = 1024  # cuts are no further off than this part of a box
 _ROOMY = 1.1  # rounding may add a little to a box that fits
 _MOST_PIECES = 32  # of a strip, so that devices with less memory than its own can take over a tile
 
 
-def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints) -> tuple[Ints, Ints]:
-    """Each box in about so many strips, and more where its memory asks for it; and whose each is."""
+def cut_boxes(
+    shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints, *, filler: bool = False
+) -> tuple[Ints, Ints]:
+    """Each box in about so many strips, and more where its memory asks for it; and whose each is.
+
+    Filler, for whose first and last tile nobody waits, is cut into equal ones.
+    """
     sizes = boxes[:, 1::2] - boxes[:, 0::2]
     here = rates.take(owner)
-    if shape.kind != "gemm":
+    if shape.kind != "gemm" or filler:
         return _grid(shape, boxes, owner, here, strips)
     size = sizes.astype(np.float64)
     operands = size[:, :2].sum(axis=1) * size[:, 2]
@@ -33,7 +38,7 @@ def cut_boxes(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints
     grown = _strips(shape, boxes[grows], owner[grows], here.take(grows), strips[grows], smallest)
     if not rest.any():
         return grown
-    streamed = _grid(shape, boxes[rest], owner[rest], here.take(rest), strips[rest])
+    streamed = _grid(shape, boxes[rest], owner[rest], here.take(rest), STREAMED * strips[rest])
     return np.concatenate([grown[0], streamed[0]]), np.concatenate([grown[1], streamed[1]])
 
 

@@ -40,6 +40,9 @@ Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 MOST_STRIPS = 23
 """Strips of a box at most: twelve slices along each side; more bring less than a percent."""
 
+STREAMED = 4
+"""Tiles of a box that does not fit into memory, for each strip that it would have."""
+
 ENDLESS = 0
 """Strips of a box whose first and last tile nobody waits for: tiles of other gemms fill in."""
 
@@ -121,7 +124,7 @@ def _least(
     *,
     along: bool,
     grain: Floats | None = None,
-    precision: int = 12,
+    precision: int = 9,
 ) -> Floats:
     """The least seconds in which boxes are done in so many strips, to one part in 2^precision of what overlaps."""
     low, high = np.maximum(rows + cols, work), rows + cols + work + lesser
@@ -207,19 +210,21 @@ def growing_order(ranges: Integers, owner: Integers, place: Integers | None = No
     turn[np.argsort(first, kind="stable")] = np.arange(len(devices))
     layer = _dense(turn[which], ranges[:, 4])
     row, col = (_distance(layer, ranges[:, 2 * axis]) for axis in (0, 1))
-    many = [_parts(layer, distance) for distance in (row, col)]
-    grid = np.bincount(layer) == many[0] * many[1]
-    strips = (grid & (np.maximum(*many) > MOST_STRIPS))[layer]
-    strip, along = np.where((many[0] <= many[1])[layer], (row, col), (col, row))
-    nearest, then = np.where(strips, (strip, along), (np.maximum(row, col), np.minimum(row, col)))
-    order = np.lexsort((then, (row < col) & ~strips, nearest, layer))
+    nearest, then, below = np.maximum(row, col), np.minimum(row, col), row < col
+    count = np.bincount(layer)
+    if (count > MOST_STRIPS).any():
+        many = [_parts(layer, distance) for distance in (row, col)]
+        grid = ((count == many[0] * many[1]) & (np.maximum(*many) > MOST_STRIPS))[layer]
+        strip, along = np.where((many[0] <= many[1])[layer], (row, col), (col, row))
+        nearest, then, below = np.where(grid, strip, nearest), np.where(grid, along, then), below & ~grid
+    order = np.lexsort((then, below, nearest, layer))
     return order, turn[which][order]
 
 
 def _parts(group: Ints, value: Ints) -> Ints:
     """How many different values each group has."""
-    pairs = np.unique(np.stack([group, value]), axis=1)
-    return np.bincount(pairs[0])
+    width = int(value.max()) + 1
+    return np.bincount(np.unique(group * width + value) // width)
 
 
 def _dense(first: Integers, second: Integers) -> Ints:

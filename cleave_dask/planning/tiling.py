@@ -33,7 +33,7 @@ from cleave_dask.planning.packing import pack, rounded
 
 _LEAST_TILE = 0.025  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
-_PRICED, _MANY_DEVICES = 2, 512  # packings that are priced, and from how many devices on no more than these
+_PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
 _FEW_TILES = 0.004  # of a box's time that more tiles must bring
@@ -176,7 +176,7 @@ def _laid_out(
     place[shares.devices] = np.arange(len(shares.devices))
 
     def cut(boxes: Ints, owner: Ints, strips: Ints) -> Layout:
-        tiles = cut_boxes(shape, boxes, owner, rates, strips)
+        tiles = cut_boxes(shape, boxes, owner, rates, strips, filler=filler)
         return lay_out(shape, *tiles, rates, server, scheduler_seconds=slot, place=place)
 
     def laid(draft: Arrangement) -> Layout:
@@ -189,11 +189,11 @@ def _laid_out(
     depth = np.clip(shares.volume / np.maximum(shares.results, 1.0), 1e-9, shape.k)
     best = np.stack([*rows_cols, depth if split_k else np.full(len(depth), float(shape.k))])
     here, drag = slowed.take(shares.devices), np.ones(len(depth))
-    strips = _strips(shape, here, best, shares.tiles)
+    strips = shares.tiles if filler else _strips(shape, here, best, shares.tiles)
     overlap = np.where(shares.strips == ENDLESS, ENDLESS, strips)
     job = Job(shape, here, shares.start, overlap, shares.volume, best, drag)
-    many = 1 if filler else _PRICED if len(depth) > _MANY_DEVICES else 2 * _PRICED
-    found = [(laid(draft), draft) for draft in pack(job, split_k=split_k, many=many)]
+    drafts = pack(job, split_k=split_k, many=1 if filler else _PRICED)
+    found = [(laid(draft), draft) for draft in drafts[: 1 if len(depth) > _MANY_DEVICES else _PRICED]]
     layout, draft = min(found, key=lambda pair: pair[0].seconds)
     again = layout
     for _ in range(0 if filler else _AGAIN):
