@@ -45,7 +45,8 @@ def require_slices(job: Job) -> None:
 
 def _replica(job: Job) -> DistributedDataParallel:
     require_slices(job)
-    return DistributedDataParallel(job.llama.module(), gradient_as_bucket_view=True)
+    # Weights are the same on all of them already: sending those of the first around would take minutes.
+    return DistributedDataParallel(job.llama.module(), gradient_as_bucket_view=True, init_sync=False)
 
 
 def _step(job: Job, module: nn.Module) -> Step:
