@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
@@ -111,12 +112,13 @@ class DaskProcess(ProcessInterface):
     async def close(self) -> None:
         """End the process: politely first, since a stopped or busy one may not listen."""
         if self.process is not None and self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self.process.wait(), 2)
-            except TimeoutError:
-                self.process.kill()
-                await self.process.wait()
+            with suppress(ProcessLookupError):  # it may end by itself at any moment
+                self.process.send_signal(signal.SIGTERM)
+                try:
+                    await asyncio.wait_for(self.process.wait(), 2)
+                except TimeoutError:
+                    self.process.kill()
+                    await self.process.wait()
         await super().close()
 
     @property
