@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from threading import Event
@@ -130,7 +131,8 @@ class Shell:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shell, Records]]:
     """A shell in which five steps of the small recipe have been trained, the third and fifth saved; what it printed."""
     shell = Shell(tmp_path_factory.mktemp("trained"))
-    code, output, errors = shell.run("train", "small.toml", "--devices", "1", "--save-every", "3", "--json")
+    options = ("--devices", "1", "--save-every", "3", "--tensorboard", "runs", "--json")
+    code, output, errors = shell.run("train", "small.toml", *options)
     assert code == 0, errors
     yield shell, records(output)
     shell.close()
@@ -165,6 +167,14 @@ def test_one_object_per_step_and_a_falling_loss(shell: Shell) -> None:
     assert all(record["tiles"] > 0 and record["down_bytes"] > 0 and record["up_bytes"] > 0 for record in printed)
     assert "Traceback" not in errors
     assert shell.processes() == []
+
+
+def test_tensorboard_shows_the_same_losses(trained: tuple[Shell, Records]) -> None:
+    shell, printed = trained
+    reading = import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = reading.EventAccumulator(str(shell.folder / "runs")).Reload().Scalars("train/loss")
+    assert [event.step for event in found] == [record["step"] for record in printed]
+    assert [event.value for event in found] == pytest.approx([record["loss"] for record in printed])
 
 
 def test_export_loads_back(trained: tuple[Shell, Records]) -> None:
