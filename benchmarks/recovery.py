@@ -1,11 +1,16 @@
 """What a lost device costs: one of eight emulated devices is killed in the middle of a step.
 
     python benchmarks/recovery.py [--kills 3] [--json out.json]
+    python benchmarks/recovery.py --simulated
 
 Devices are real processes behind links of 40 and 4 Mbit/s, so that a step takes about a minute. For each kill:
 seconds of the step beyond the calm one; how much of that is only that seven devices do the rest of the work of eight;
 what is left is the recovery. Beside it, what a restart of the step from the last checkpoint would lose: everything done
 since the step began, and the time to read the checkpoint (measured).
+
+With --simulated the same step on the same devices on virtual time, where nothing else happens, with a kill at each of
+15 instants; and what published systems pay for a lost device by their formulas (`simulation/baselines/faults.py`): what
+a rare loss adds to their batch, over the losses of a batch. They are not charged for having one device less.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,10 +33,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models import Llama
+from cleave_dask.fleet.churn import HARMFUL, Churn, Event
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.graph.capture import capture
+from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.simulation.baselines.comparison import SYSTEMS, compare
 from cleave_dask.simulation.local import LocalFleet
+from cleave_dask.simulation.simulator import Simulator, simulate
 
 DEVICES = 8
 LLAMA = Llama(hidden=384, intermediate=1024, layers=4, heads=8, vocabulary=1024, batch=8, length=128)
@@ -60,18 +71,73 @@ def killed_step(fleet: LocalFleet, client: Client, trainer: Trainer, batch: Any,
     return {"seconds": trainer.records[-1]["seconds"], "parcels": parcels, "longest": longest}
 
 
+def simulated() -> list[dict[str, Any]]:
+    """What a lost device costs each system, on virtual time or by its formulas."""
+    fleet, batch, rate = fleet_of(), LLAMA.tokens(0), 1e-3
+    graph = capture(LLAMA.module(), **batch)
+    planned = plan(graph, fleet)
+    calm = simulate(planned).seconds
+    extras, recoveries, lost = [], [], []
+    for number in range(1, 16):
+        after = calm * number / 16
+        simulator = Simulator(planned, Churn((Event(after, f"device-{DEVICES - 1}", "leave"),)))
+        extras.append(simulator.run().seconds - calm)
+        recoveries.append(max(extras[-1] - (calm - after) / (DEVICES - 1), 0.0))
+        lost.append(simulator.lost)
+    rows: list[dict[str, Any]] = [
+        {"system": "ours, simulated", "step": calm, "a lost device": median(extras), "recovery": median(recoveries)},
+        {"system": "ours, the worst instant", "step": calm, "a lost device": max(extras), "recovery": max(recoveries)},
+        {"system": "restart of our step", "step": calm, "a lost device": calm / 2, "recovery": calm / 2},
+    ]
+    print(f"parcels lost with the device: {min(lost)} to {max(lost)}")
+    others = [name for name in SYSTEMS if name in ("dtfm", "ddp", "fsdp")]
+    for before, under in zip(
+        compare(graph, fleet, systems=others), compare(graph, fleet, systems=others, churn=rate), strict=True
+    ):
+        if before.seconds is None or under.seconds is None:
+            what = f"{before.system}: {before.why}"
+            rows.append({"system": what, "step": nan, "a lost device": nan, "recovery": nan})
+            continue
+        losses = before.devices_used * rate * HARMFUL / 3600 * before.seconds
+        cost = (under.seconds - before.seconds) / losses
+        rows.append({"system": before.system, "step": before.seconds, "a lost device": cost, "recovery": cost})
+    for row in rows:
+        row["over ours"] = row["recovery"] / max(rows[0]["recovery"], 1e-3)
+    return rows
+
+
+def fleet_of() -> Fleet:
+    """Eight equal devices."""
+    return Fleet(Server(), tuple(Device(f"device-{n}", 2e10, 1e9, DOWN, UP) for n in range(DEVICES)))
+
+
+def show(title: str, rows: list[dict[str, Any]], file: Path | None) -> None:
+    """Print a table; write it too if there is a file for it."""
+    table = Table(title=title)
+    for key in rows[0]:
+        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=160).print(table)
+    if file:
+        file.write_text(json.dumps(rows, indent=1))
+
+
 def main() -> None:
     """Print the table; with --json write it too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    fleet_file = Fleet(Server(), tuple(Device(f"device-{n}", 2e10, 1e9, DOWN, UP) for n in range(DEVICES)))
+    if options.simulated:
+        show(f"one of {DEVICES} devices lost; seconds", simulated(), options.json)
+        return
     batch = LLAMA.tokens(0)
     rows: list[dict[str, float]] = []
     with (
         TemporaryDirectory() as folder,
-        LocalFleet(fleet_file) as fleet,
+        LocalFleet(fleet_of()) as fleet,
         fleet.get_client() as client,
     ):
         module = LLAMA.module()
@@ -104,14 +170,7 @@ def main() -> None:
                         "restart / recovery": restart / max(recovery, 1e-3),
                     }
                 )
-    table = Table(title=f"one of {DEVICES} devices killed; seconds")
-    for key in rows[0]:
-        table.add_column(key, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" for value in row.values()))
-    Console(width=160).print(table)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    show(f"one of {DEVICES} devices killed; seconds", rows, options.json)
 
 
 if __name__ == "__main__":
