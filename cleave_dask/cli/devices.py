@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from cleave_dask.formatting import duration, quantity
 if TYPE_CHECKING:
     from distributed import Client
     from rich.table import Table
+
+    from cleave_dask.runtime.tokens import Member
 
 EVERY = 1.0
 """Seconds between two looks at the fleet."""
@@ -62,13 +65,31 @@ def look(client: Client, scheduler: str) -> dict[str, Any]:
     """The fleet behind a client: its devices, its server, and workers that are neither."""
     from cleave_dask.runtime.cluster import facts_of
 
-    facts = facts_of(client)
+    facts, members = facts_of(client), _members(scheduler)
     return {
         "scheduler": scheduler,
         "server": next((server["address"] for server in facts["server"].values()), None),
-        "devices": [_device(name, facts["device"][name], facts["silent"]) for name in sorted(facts["device"])],
+        "devices": [
+            _device(name, facts["device"][name], facts["silent"]) | _identity(name, members)
+            for name in sorted(facts["device"])
+        ],
         "strangers": sorted(facts["stranger"]),
+        "absent": sorted(members.keys() - facts["device"].keys()),
     }
+
+
+def _members(scheduler: str) -> dict[str, Member]:
+    """Devices that have joined with a token of this machine's server and were not revoked, by name."""
+    folder = fleets.server_folder()
+    if not scheduler.startswith("tls://") or not folder.exists:
+        return {}
+    return {member.name: member for member in folder.register().members if not member.revoked}
+
+
+def _identity(name: str, members: dict[str, Member]) -> dict[str, Any]:
+    """The token that a device joined with, and until when it may stay, as seconds since the epoch; or null."""
+    member = members.get(name)
+    return {"token": member and member.token, "expires": member and member.expires}
 
 
 def _device(name: str, facts: dict[str, Any], silent: list[str]) -> dict[str, Any]:
@@ -91,7 +112,9 @@ def _table(found: dict[str, Any]) -> Table:
 
     count = len(found["devices"])
     title = f"{count:,} device{'s' * (count != 1)} at {found['scheduler']}"
-    table = Table("device", "state", "kernel", "cores", "speed", "down", "up", "latency", "memory", title=title)
+    known = any(device["token"] for device in found["devices"])
+    columns = ("device", "state", "kernel", "cores", "speed", "down", "up", "latency", "memory")
+    table = Table(*columns, *(("token", "until") if known else ()), title=title)
     for device in found["devices"]:
         table.add_row(
             device["name"],
@@ -101,8 +124,13 @@ def _table(found: dict[str, Any]) -> Table:
             *(_shown(device[side] and 8 * device[side], "bit/s") for side in ("down", "up")),
             duration(device["latency"]) if device["latency"] is not None else "?",
             _shown(device["memory"], "B"),
+            *((device["token"] or "?", _date(device["expires"])) if known else ()),
         )
     return table
+
+
+def _date(seconds: float | None) -> str:
+    return "?" if seconds is None else datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
 def _shown(figure: float | None, unit: str) -> str:
@@ -118,6 +146,8 @@ def _advice(found: dict[str, Any]) -> str:
         lines.append("no server has joined: start scheduler and server with `cleave serve`")
     if not found["devices"]:
         lines.append(f"no device has joined: run this on each: {join}")
+    if found["absent"]:
+        lines.append(f"have joined and are not there: {', '.join(found['absent'][:20])}")
     if found["strangers"]:
         names = ", ".join(found["strangers"][:5])
         lines.append(f"workers that get no tiles ({names}): start them with --preload cleave_dask.runtime.device")

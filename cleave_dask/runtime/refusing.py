@@ -51,7 +51,7 @@ def refuse_all_but_tiles(worker: Worker, run: Callable[..., Any], limit: int) ->
         listener.comm_class = partial(_guarded, listener.comm_class, converse)
         listener.abort_handshaking_comms()  # who came before this knows no better, and has no business here
     for call in set(worker.handlers) - set(ANSWERED):
-        worker.handlers[call] = partial(_refuse, call)
+        worker.handlers[call] = _refusal(call)
     for order in set(worker.stream_handlers) - set(HEARD):
         worker.stream_handlers[order] = partial(_ignore, order)
     take_orders(worker, run)
@@ -81,9 +81,14 @@ def refuse_task(why: str) -> None:
     raise ClusterError(f"{_WHY}, and was sent {why}")
 
 
-def _refuse(call: str, **_: Any) -> None:
-    logger.warning("Refused to answer %s", call)
-    raise ClusterError(f"{_WHY}; it does not answer {call!r}")
+def _refusal(call: str) -> Callable[..., None]:
+    """What answers a call that a device does not answer; a function, because Dask asks for its name."""
+
+    def refuse(**_: Any) -> None:
+        logger.warning("Refused to answer %s", call)
+        raise ClusterError(f"{_WHY}; it does not answer {call!r}")
+
+    return refuse
 
 
 def _ignore(order: str, **_: Any) -> None:

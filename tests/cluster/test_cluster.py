@@ -65,6 +65,14 @@ def test_devices_are_light_and_describe_themselves(fleet: LocalFleet, client: Cl
     assert all(device.flops > 1e8 for device in described.devices)
 
 
+def test_devices_run_nothing_but_tiles_and_say_so(client: Client) -> None:
+    (device, *_) = (facts["address"] for facts in inspect(client).devices.values())
+    with pytest.raises(Exception, match="this device runs nothing but tiles of its installed cleave-dask"):
+        client.run(lambda: 1, workers=[device])
+    answers = client.run(lambda: 1, workers=[device, inspect(client).server], on_error="return")
+    assert 1 in answers.values(), "the server does, for its clients"
+
+
 def test_fifty_thousand_tiles_cost_the_client_little_and_leave_nothing_behind() -> None:
     skeleton = Skeleton(rounds=(((0,), (), 1 << 40),), jobs=(models.many_parcels(50_000, "nobody"),))
     with ServedCluster() as cluster, Client(cluster, set_as_default=False) as client:

@@ -88,6 +88,9 @@ def test_serve_join_train_by_the_command_line(tmp_path: Path, started: list[subp
     (tmp_path / "small.toml").write_text(RECIPE)
     for name in ("laptop", "phone"):
         until(lambda who=name: f"{who} has joined" in (tmp_path / "serve.log").read_text(), name, seconds=120)  # type: ignore[misc]
+    listed = start("devices", "--scheduler", told["scheduler"], "--json").communicate(timeout=240)[0]
+    tokens = {device["name"]: device["token"] for device in json.loads(listed)["devices"]}
+    assert tokens == dict.fromkeys(("laptop", "phone"), told["token"].partition(".")[0])
     training = start("train", "small.toml", "--scheduler", told["scheduler"], "--steps", "2", "--json")
     output, _ = training.communicate(timeout=240)
     assert training.returncode == 0, (tmp_path / "train.log").read_text()
