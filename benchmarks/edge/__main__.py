@@ -111,7 +111,7 @@ def write(known: Sequence[Row], console: Console) -> int:
     for setting in SETTINGS.values():
         mine = sorted((row for row in known if row.setting == setting.name), key=lambda row: order.index(row.system))
         if mine:
-            true = reference(setting, max(len(row.losses) for row in mine), known)
+            true = reference(setting, 1, known) if any(row.losses for row in mine) else ()
             parts.append(report.markdown(setting, mine, titles, true))
             if setting is next(iter(SETTINGS.values())):
                 report.plot(setting, mine, titles, PICTURE)

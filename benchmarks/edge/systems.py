@@ -15,7 +15,7 @@ from statistics import median
 from benchmarks import memory
 from benchmarks.edge import ours, peers, stock
 from benchmarks.edge.rows import Row
-from benchmarks.edge.settings import Setting
+from benchmarks.edge.settings import SETTINGS, Setting
 from benchmarks.edge.timing import Effort, timed, updates
 from cleave_dask.simulation.local import Shaping
 
@@ -44,7 +44,8 @@ def alone(setting: Setting, effort: Effort) -> Row:
 def reference(setting: Setting, steps: int, known: Iterable[Row] = ()) -> tuple[float, ...]:
     """The losses that every system should have after so many steps: those of one process."""
     for row in known:
-        if (row.setting, row.system) == (setting.name, "alone") and len(row.losses) >= steps:
+        same = row.system == "alone" and SETTINGS[row.setting].llama == setting.llama
+        if same and len(row.losses) >= steps:
             return row.losses
     return alone(setting, Effort(steps - 1, inf)).losses
 
