@@ -33,13 +33,9 @@ import numpy as np
 from benchmarks.planner import MODELS, step_graph
 from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
-from cleave_dask.graph.building import build_model, example_batch
-from cleave_dask.graph.capture import capture
 from cleave_dask.graph.ir import StepGraph
-from cleave_dask.graph.recipes import Recipe
 from cleave_dask.planning.planner import plan
 from cleave_dask.simulation.baselines.comparison import compare
-from cleave_dask.simulation.simulator import simulate
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FLEETS = ("phones", "laptops", "mixed")
@@ -133,6 +129,12 @@ def run(cell: Cell) -> dict[str, Any]:
 
 def lose_one(model: str, fleet: Fleet) -> dict[str, float]:
     """Seconds of a simulated step: calm, with one device that leaves in the middle, and with one device less."""
+    # Here, because they bring torch and transformers, which take seconds to import: the tables need neither.
+    from cleave_dask.graph.building import build_model, example_batch
+    from cleave_dask.graph.capture import capture
+    from cleave_dask.graph.recipes import Recipe
+    from cleave_dask.simulation.simulator import simulate
+
     recipe = Recipe.load(model)
     made = plan(capture(build_model(recipe, device="meta"), **example_batch(recipe)), fleet)
     calm = simulate(made).seconds

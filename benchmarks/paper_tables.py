@@ -104,7 +104,11 @@ def pictures(cells: Rows) -> Iterable[tuple[str, str, str]]:
                 continue
             where = f"{model} on {kind}"
             names = ("cleave", "cleave-2d", "dtfm", "dtfm-published", "fsdp", "alpa-8xA100-80")
-            curves = {name: _curve(cells, model, kind, name, lambda result: result["seconds"]) for name in names}
+            curves: dict[str, Points] = {}
+            for name in names:
+                points = _curve(cells, model, kind, name, lambda result: result["seconds"])
+                runs = any(seconds is not None for _, seconds in points)
+                curves[name if runs else f"{name}: cannot run"] = points
             text = f"Seconds per batch against the number of devices, {where}"
             svg = draw_curves(f"{where}: seconds per batch", curves, x="devices", y="seconds")
             yield f"{model}-{kind}-seconds.svg", text, svg

@@ -32,6 +32,7 @@ from cleave_dask.runtime.tiles import ParcelSpec
 _QUIET = {
     "distributed.admin.system-monitor.interval": "10s",
     "distributed.worker.profile.enabled": False,
+    "distributed.comm.timeouts.connect": "300s",  # all of them join at once
 }
 """Hundreds of workers share a process: what each does in idle time is slowed down."""
 
