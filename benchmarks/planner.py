@@ -1,6 +1,6 @@
 """How close plans come to their bounds, and what planning costs: shapes x fleets, and growth.
 
-    python benchmarks/planner.py [--quick] [--json out.json]
+    python benchmarks/planner.py [--quick] [--models opt-1.3b ...] [--gemms] [--json out.json]
 
 For every gemm shape of the models and every fleet: predicted seconds, bound, their ratio, what binds, devices, tiles,
 tiles of a parcel, CPU seconds. Then whole steps, against k never split and equal shares, and how planning grows.
@@ -182,14 +182,29 @@ def show(title: str, rows: list[dict[str, object]], console: Console) -> None:
     console.print(table)
 
 
+def step_rows(models: list[str], *, quick: bool) -> list[dict[str, object]]:
+    """Whole steps: against simpler tilings, and growing with devices and with models."""
+    tilings: tuple[Tiling, ...] = ("3d", "2d", "even")
+    steps = [step_row("opt-1.3b", "lab-8", Fleet.load("lab-8"), tiling) for tiling in tilings]
+    steps += [step_row("llama2-13b", "home-1024", Fleet.load("home-1024"), tiling) for tiling in tilings]
+    steps += [step_row("llama2-13b", "mixed-1024", Fleet.load("mixed-1024"), tiling) for tiling in tilings]
+    if not quick:
+        steps.append(step_row("llama2-13b", "home-8192", Fleet.load("home-8192"), "3d"))
+    growth = (64, 256, 1024) if quick else (64, 256, 1024, 4096, 8192)
+    steps += [step_row("llama2-13b", f"sample-{n}", Fleet.sample(n), "3d") for n in growth]
+    return steps + [step_row(model, "sample-256", Fleet.sample(256), "3d") for model in models]
+
+
 def main() -> None:
     """Print the tables; with --json write them too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two models, two fleets")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="these models instead of all")
+    parser.add_argument("--gemms", action="store_true", help="single gemms alone, no whole steps")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     console = Console(width=160)
-    models = ["opt-1.3b", "llama2-13b"] if options.quick else list(MODELS)
+    models = options.models or (["opt-1.3b", "llama2-13b"] if options.quick else list(MODELS))
     sizes = (64, 1024) if options.quick else (64, 256, 1024, 8192)
     fleets = {f"sample-{n}": Fleet.sample(n, seed) for seed, n in enumerate(sizes)}
     fleets["mixed-1024"] = Fleet.load("mixed-1024")
@@ -206,16 +221,9 @@ def main() -> None:
         tenth, many = values[int(0.9 * len(values))], sum(value > 1.10 for value in values)
         summary = f"median {median(values):.3f}, 90% {tenth:.3f}, worst {values[-1]:.3f}"
         console.print(f"{label or 'all'}: {summary}, above 1.10: {many} of {len(values)}")
-    tilings: tuple[Tiling, ...] = ("3d", "2d", "even")
-    steps = [step_row("opt-1.3b", "lab-8", Fleet.load("lab-8"), tiling) for tiling in tilings]
-    steps += [step_row("llama2-13b", "home-1024", Fleet.load("home-1024"), tiling) for tiling in tilings]
-    steps += [step_row("llama2-13b", "mixed-1024", Fleet.load("mixed-1024"), tiling) for tiling in tilings]
-    growth = (64, 256, 1024) if options.quick else (64, 256, 1024, 4096, 8192)
-    if not options.quick:
-        steps.append(step_row("llama2-13b", "home-8192", Fleet.load("home-8192"), "3d"))
-    steps += [step_row("llama2-13b", f"sample-{n}", Fleet.sample(n), "3d") for n in growth]
-    steps += [step_row(model, "sample-256", Fleet.sample(256), "3d") for model in models]
-    show("one step, and growth", steps, console)
+    steps = [] if options.gemms else step_rows(models, quick=options.quick)
+    if steps:
+        show("one step, and growth", steps, console)
     if options.json:
         models_used = {name: asdict(MODELS[name]) for name in models}
         options.json.write_text(json.dumps({"models": models_used, "gemms": rows, "steps": steps}, indent=1))
