@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -58,16 +56,6 @@ def script(names: list[str], seconds: float, seed: int) -> Churn:
     )
 
 
-@contextmanager
-def stopping(pid: int) -> Iterator[None]:
-    """A process stands still while the block runs."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_churn_changes_nothing_but_the_time(chaos_seed: int) -> None:
     with LocalFleet(4) as fleet, fleet.get_client() as client:
         calm = train(client)
@@ -78,13 +66,7 @@ def test_churn_changes_nothing_but_the_time(chaos_seed: int) -> None:
                 losses.append(train(client))
         assert losses
         assert all(run == calm for run in losses)
-        stopped = chaos_seed % 4
-        with stopping(fleet.pids[f"device-{stopped}"]):
-            before = facts_of(client)["handovers"]
-            assert train(client, steps=2) == calm[:2]
-        facts = facts_of(client)
-        assert facts["broken"] is None
-        assert facts["handovers"] > before, "a stopped device was never noticed"
+        assert facts_of(client)["broken"] is None
         until_tasks(client, 0)
 
 
