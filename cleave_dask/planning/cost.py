@@ -39,6 +39,12 @@ SCHEDULER_SECONDS = 0.5e-3
 ROUND_TRIPS = 2
 """Times that a tile's first byte waits for the links: assigned and asked for; sent and answered."""
 
+UNDER_WAY = 0.1
+"""Seconds of traffic that are under way over a link at once, beside its latency: a busy machine answers late."""
+
+FILLER_SHARE = 0.5
+"""Of what may be under way at once, what filler may fill: what others wait for finds the rest free."""
+
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -24,6 +24,7 @@ from distributed.system import MEMORY_LIMIT
 from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError
+from cleave_dask.planning.cost import FILLER_SHARE
 from cleave_dask.runtime.clock import ServerClock
 from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
@@ -31,16 +32,14 @@ from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
 from cleave_dask.runtime.operands import Piece, SliceCache, assembled, operand_slices
 from cleave_dask.runtime.pausing import pause_while
+from cleave_dask.runtime.pipelines import Pipeline
 from cleave_dask.runtime.refusing import refuse_all_but_tiles
-from cleave_dask.runtime.tiles import MANY, ParcelSpec, SliceName, TileSpec, own_bytes
+from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, own_bytes
 
 logger = logging.getLogger(__name__)
 
-PULLS = 2
-"""Tiles that ask for operands at once at least: the second request is under way while the first is answered."""
-
-ASKED = 2e6
-"""Bytes of operands that are asked for at once; more if that is what comes down in two round trips."""
+AT_LEAST = 2
+"""Tiles that ask for operands at once, or send results, however large: one is under way while the other is answered."""
 
 PARCELS = 64
 """Parcels that may be open at once; it is tiles that wait for their turn, the most urgent first, not parcels."""
@@ -67,8 +66,10 @@ class DeviceRuntime:
         half = lent.memory // 2
         chosen = half if config.get("device.cache") is None else config.nbytes("device.cache")
         self.cache = SliceCache(min(chosen, half))
-        ahead = 4.0 * lent.figures.get("latency", 0.0) * lent.figures.get("down", 0.0)
-        self.places, self.pulls = Gate(config.whole("device.window"), half / 2), Gate(PULLS, max(ASKED, ahead))
+        self.places = Gate(config.whole("device.window"), half / 2)
+        self.pulls, self.pushes = Gate(AT_LEAST, 0), Gate(AT_LEAST, 0)
+        self.turns = Gate(1, 0)  # at the multiplier
+        self.pulling, self.pushing = Pipeline(worker), Pipeline(worker)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
         self._asking: asyncio.Task[None] | None = None
@@ -81,6 +82,7 @@ class DeviceRuntime:
         The former device may be alive and working from the other end.
         """
         self._set_clock(server)
+        self.pulls.limit, self.pushes.limit = self.links.windows
         specs = list(parcel.specs())
         tiles: list[asyncio.Task[None]] = []
         await self.links.assigned()
@@ -108,47 +110,41 @@ class DeviceRuntime:
     async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         """Pull, multiply, push; several tiles at a time, so that all three go on side by side.
 
-        Of filler only a few, however small, so that no more than those are in the way of what others wait for.
+        Before each of the three the most urgent tile comes first, so that filler is in the way of what others wait for
+        by what is under way of it, and no more.
         """
-        room = MANY if parcel.filler else size
-        await self.places.enter(rank, room)
-        try:
-            await self._pull_multiply_push(spec, server, rank, size)
-        finally:
-            self.places.leave(room)
-
-    async def _pull_multiply_push(self, spec: TileSpec, server: str, rank: int, size: int) -> None:
-        start = perf_counter()
-        await self.pulls.enter(rank, size)
-        entered = perf_counter()
-        try:
-            fetched = [self._request(server, name, axis) for name, axis in operand_slices(spec)]
-            operands = [self.cache.pieces(name, axis) for name, axis in operand_slices(spec)]
-            await asyncio.gather(*(asyncio.shield(piece.arriving) for pieces in operands for piece in pieces))
-        finally:
-            self.pulls.leave(size)
-        pulled = perf_counter()
-        loop = asyncio.get_running_loop()
-        results, seconds = await loop.run_in_executor(self.multiplier, self._multiply, spec, operands)
-        timing = {
-            "queued": perf_counter() - pulled - seconds + entered - start,
-            "sent": self.clock.now(),
-            "down_bytes": sum(fresh.result().nbytes for asked in fetched for fresh in asked),
-        }
-        message = {
-            "run": spec.run,
-            "step": spec.step,
-            "job": spec.job,
-            "tile": spec.tile,
-            "device": str(self.worker.name),
-            "pull_seconds": pulled - entered,
-            "compute_seconds": seconds,
-            "timing": timing,
-            "moved": self.links.observed(),
-            "arrays": [to_serialize(result) for result in results],
-        }
-        nbytes = sum(result.nbytes for result in results)
-        answer = await self.links.push(lambda: self.worker.rpc(server).cleave_push(**message), nbytes)
+        share = FILLER_SHARE if parcel.filler else 1.0
+        async with self.places.through(rank, size, share):
+            start = perf_counter()
+            async with self.pulls.through(rank, size, share):
+                entered = perf_counter()
+                fetched = [self._request(server, name, axis) for name, axis in operand_slices(spec)]
+                operands = [self.cache.pieces(name, axis) for name, axis in operand_slices(spec)]
+                await asyncio.gather(*(asyncio.shield(piece.arriving) for pieces in operands for piece in pieces))
+            pulled = perf_counter()
+            async with self.turns.through(rank, 0):
+                work = asyncio.get_running_loop().run_in_executor(self.multiplier, self._multiply, spec, operands)
+                results, seconds = await work
+            nbytes = sum(result.nbytes for result in results)
+            async with self.pushes.through(rank, nbytes, share):
+                timing = {
+                    "queued": perf_counter() - pulled - seconds + entered - start,
+                    "sent": self.clock.now(),
+                    "down_bytes": sum(fresh.result().nbytes for asked in fetched for fresh in asked),
+                }
+                message = {
+                    "run": spec.run,
+                    "step": spec.step,
+                    "job": spec.job,
+                    "tile": spec.tile,
+                    "device": str(self.worker.name),
+                    "pull_seconds": pulled - entered,
+                    "compute_seconds": seconds,
+                    "timing": timing,
+                    "moved": self.links.observed(),
+                    "arrays": [to_serialize(result) for result in results],
+                }
+                answer = await self.links.push(lambda: self.pushing.call(server, "cleave_push", **message), nbytes)
         if not answer["accepted"]:
             logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
             raise Reschedule
@@ -170,7 +166,7 @@ class DeviceRuntime:
         run, step, job, operand, first, second = name
         question = {"run": run, "step": step, "job": job, "operand": operand, "first": first, "second": second}
         answer = await self.links.pull(
-            lambda: self.worker.rpc(server).cleave_pull(**question),
+            lambda: self.pulling.call(server, "cleave_pull", **question),
             lambda answer: sum(part.nbytes for part in answer["parts"]),
         )
         parts: list[Array] = answer["parts"]
@@ -219,4 +215,6 @@ def dask_teardown(worker: Worker) -> None:
     runtime: DeviceRuntime = worker.extensions["cleave"]
     for task in runtime.background:
         task.cancel()
+    runtime.pulling.close()
+    runtime.pushing.close()
     runtime.multiplier.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from heapq import heappop, heappush
 
 
@@ -15,19 +17,28 @@ class Gate:
     def __init__(self, least: int, limit: float) -> None:
         self.least, self.limit = least, limit
         self._inside, self._bytes = 0, 0.0
-        self._queue: list[tuple[int, int, float, asyncio.Future[None]]] = []
+        self._queue: list[tuple[int, int, float, float, asyncio.Future[None]]] = []
         self._count = 0
 
-    async def enter(self, rank: int, nbytes: float) -> None:
-        """Wait for a place."""
+    @asynccontextmanager
+    async def through(self, rank: int, nbytes: float, share: float = 1.0) -> AsyncIterator[None]:
+        """Wait for a place, and have it for the length of the block."""
+        await self.enter(rank, nbytes, share)
+        try:
+            yield
+        finally:
+            self.leave(nbytes)
+
+    async def enter(self, rank: int, nbytes: float, share: float = 1.0) -> None:
+        """Wait for a place: until, with those inside, no more than that share of the limit is in use."""
         self._count += 1
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._queue, (rank, self._count, nbytes, turn))
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heappush(self._queue, (rank, self._count, share, nbytes, admitted))
         self._admit()
         try:
-            await turn
+            await admitted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if admitted.done() and not admitted.cancelled():
                 self.leave(nbytes)
             raise
 
@@ -39,11 +50,11 @@ class Gate:
 
     def _admit(self) -> None:
         while self._queue:
-            _, _, nbytes, turn = self._queue[0]
-            if not turn.done():
-                if self._inside >= self.least and self._bytes + nbytes > self.limit:
+            _, _, share, nbytes, admitted = self._queue[0]
+            if not admitted.done():
+                if self._inside >= self.least and self._bytes + nbytes > share * self.limit:
                     return
                 self._inside += 1
                 self._bytes += nbytes
-                turn.set_result(None)
+                admitted.set_result(None)
             heappop(self._queue)

@@ -46,7 +46,7 @@ def read_settings(*, cores: int, memory: int) -> Lent:
             figures[side] = min(figures[side], cap)
     down, up = (Lane(min(emulated[side] or inf, caps[side]), emulated["latency"] or 0.0) for side in ("down", "up"))
     links = Links(down, up)
-    links.expect(figures.get("latency", 0.0))
+    links.expect(figures.get("latency", 0.0), figures.get("down", inf), figures.get("up", inf))
     if memory <= 0:
         raise InputError("its memory limit leaves nothing for tiles; give a higher --memory-limit, 512 MB or more")
     lent = amount("memory", "bytes")

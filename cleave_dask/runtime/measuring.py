@@ -109,6 +109,7 @@ async def measure_links(server: Any, links: Links) -> dict[str, float]:
     links.expect(figures["latency"])
     for name, probe in (("down", down), ("up", up)):
         figures[name] = await measure_bandwidth(probe, round_trip)
+    links.expect(figures["latency"], figures["down"], figures["up"])
     return figures
 
 

@@ -290,7 +290,7 @@ class SteeringPlugin(SchedulerPlugin):
     def _pump(self) -> None:
         self._pumping = False
         recommendations: dict[Key, Any] = {}
-        for key, device in self.dispatcher.settle(monotonic()):
+        for key, device in reversed(self.dispatcher.settle(monotonic())):  # Dask takes the last one first
             ts = self.scheduler.tasks.get(key)
             if ts is None or ts.state != "no-worker":
                 self.dispatcher.parcel_forgotten(key)

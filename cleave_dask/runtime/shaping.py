@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import BACKWARD_WORK
+from cleave_dask.planning.cost import UNDER_WAY
 from cleave_dask.runtime.kernels import Kernel
 from cleave_dask.runtime.wire import Array
 
@@ -29,6 +30,9 @@ Answer = TypeVar("Answer")
 
 LONG_ENOUGH = 0.25
 """Seconds of unbroken traffic that are an observation of a link's bandwidth, whether or not it pauses after them."""
+
+UNKNOWN = 2e6
+"""Bytes that are under way at once over a link of unknown bandwidth."""
 
 LEAST_SECONDS = 0.002
 """Traffic shorter than this, without its latency, says nothing of a bandwidth."""
@@ -99,9 +103,13 @@ class Links:
     down_meter: Meter = field(default_factory=Meter)
     up_meter: Meter = field(default_factory=Meter)
 
-    def expect(self, latency: float) -> None:
-        """Tell the meters how long a byte takes one way."""
+    windows: tuple[float, float] = (UNKNOWN, UNKNOWN)  # bytes that should be under way at once, down and up
+
+    def expect(self, latency: float, down: float = inf, up: float = inf) -> None:
+        """Tell how long a byte takes one way, and how many come through a second."""
         self.down_meter.round_trip = self.up_meter.round_trip = 2 * latency
+        window = 2 * latency + UNDER_WAY
+        self.windows = down * window if down < inf else UNKNOWN, up * window if up < inf else UNKNOWN
 
     async def assigned(self) -> None:
         """Wait as long as the message that brought a task was on its way."""

@@ -1,0 +1,83 @@
+"""Calls to the server that follow each other over one connection, without waiting for each other's answers.
+
+A connection for each call under way would make them share a slow link as strangers: each starts slowly, they push each
+other's packets out of its queue, and what is lost there is noticed a fifth of a second later. Over one connection they
+go one after another, at the speed of the link. The server answers in the order in which it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from distributed import Worker
+from distributed.comm import Comm, CommClosedError
+
+from cleave_dask.errors import CleaveError
+
+
+class Pipeline:
+    """One connection of a worker to a server, opened when it is first needed, and again after it broke."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._address = ""
+        self._comm: Comm | None = None
+        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._reading: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+
+    async def call(self, server: str, op: str, **message: Any) -> Any:
+        """Ask; the answer, or what the server raised, or OSError if the connection breaks before."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        async with self._turn:  # questions go out in the order in which their answers are waited for
+            comm = await self._connected(server)
+            self._asked.append(answer)
+            try:
+                await comm.write({"op": op, "reply": True, **message}, on_error="raise")
+            except BaseException:
+                self.close()  # part of it may be under way
+                raise
+        return await answer
+
+    def close(self, why: Exception | None = None) -> None:
+        """Break the connection; whoever waits for an answer hears of it."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.abort()
+            self.worker.rpc.reuse(self._address, comm)
+        if self._reading is not None:
+            self._reading.cancel()
+        while self._asked:
+            waiting = self._asked.popleft()
+            if not waiting.done():
+                waiting.set_exception(why or CommClosedError(f"the connection to {self._address} broke"))
+
+    async def _connected(self, server: str) -> Comm:
+        if self._comm is None or self._comm.closed() or server != self._address:
+            self.close()
+            self._comm, self._address = await self.worker.rpc.connect(server), server
+            self._reading = asyncio.ensure_future(self._read(self._comm))
+        return self._comm
+
+    async def _read(self, comm: Comm) -> None:
+        """Hand answers to those who wait for them, for as long as the connection lasts."""
+        while True:
+            told, failed = None, None
+            try:
+                told = await comm.read()
+            except CleaveError as error:  # what the server raised, as a guarded connection tells it
+                failed = error
+            except Exception as error:
+                if comm is self._comm:
+                    self._reading = None
+                    self.close(error)
+                return
+            answer = self._asked.popleft()
+            if answer.done():
+                continue  # whoever asked has been cancelled
+            if failed is not None:
+                answer.set_exception(failed)
+            else:
+                answer.set_result(told)
