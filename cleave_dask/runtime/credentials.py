@@ -5,7 +5,6 @@ All files are readable by their owner only. `cleave.security.folder` says where 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -141,6 +140,8 @@ class ServerFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        import fcntl  # Windows has none; a device may run there, a server does not
+
         with (self.path / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -27,7 +27,7 @@ from tests.cli.calling import RECIPE, run
         (("compare", "tiny-llama", "--fleet", "lab-9"), "did you mean 'lab-8'?"),
         (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "dftm"), "did you mean 'dtfm'?"),
         (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "alpa-8xH200"), "did you mean 'H100'?"),
-        (("compare", "tiny-llama", "--fleet", "lab-8", "--plot", "out.png"), "name it 'out.svg'"),
+        (("compare", "tiny-llama", "--fleet", "lab-8", "--plot", "out.jpg"), "name it 'out.png'"),
         (("compare", "tiny-llama", "--fleet", "lab-8", "--churn", "-1"), "0 or more"),
         (("simulate", "tiny-llama", "--fleet", "lab-8", "--churn", "nan"), "0 or more"),
         (("simulate", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
