@@ -158,6 +158,8 @@ class Trainer:
             except Exception as error:
                 raise StepError(f"a task of the step failed: {type(error).__name__}: {error}") from error
             else:
+                if self._deserted:  # the device that came back was through before the next look
+                    self._check_cluster()
                 return record
 
     def _check_cluster(self) -> None:
