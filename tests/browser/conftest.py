@@ -19,8 +19,9 @@ QUIET = (
 REMEDY = "install chromium (Debian: apt-get install chromium) or set CLEAVE_BROWSER to a Chromium or Chrome"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Ends with its module: while it is there, playwright's event loop keeps other tests from running theirs."""
     given = os.environ.get("CLEAVE_BROWSER")
     found = given or next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
