@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave_dask.errors import PlanError
@@ -55,7 +55,6 @@ def test_tiles_partition_the_cuboid(m: int, n: int, k: int, devices: int, grid: 
 
 
 @given(st.integers(8, 200), st.integers(8, 200), st.integers(8, 200), st.floats(3e3, 1e6))
-@settings(deadline=None, max_examples=30)
 def test_no_device_is_planned_beyond_its_memory(m: int, n: int, k: int, memory: float) -> None:
     product, fleet = gemm(m, n, k), fleet_of(3, memory)
     found = plan(graph_of(product), fleet, min_flops=0)
