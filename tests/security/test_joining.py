@@ -16,21 +16,9 @@ from distributed import Client
 from cleave_dask.errors import AccessError, ClusterError
 from cleave_dask.runtime.credentials import DeviceFolder
 from cleave_dask.runtime.enrolment import enrol
+from tests.cli.calling import RECIPE
 from tests.security.clusters import FIGURES, SecuredCluster, losses
 from tests.waiting import until
-
-RECIPE = """
-[model]
-family = "llama"
-hidden = 32
-layers = 1
-heads = 2
-
-[data]
-kind = "python-stdlib"
-batch = 4
-sequence = 32
-"""
 
 
 def test_a_device_joins_over_tls_and_trains(cluster: SecuredCluster, client: Client) -> None:
