@@ -13,7 +13,7 @@ from importlib import import_module
 from statistics import median
 from time import perf_counter
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -130,13 +130,29 @@ def use_threads(count: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(count)
+    pools = _thread_pools(count)
+    if pools is not None:
+        pools.limit(limits=count)
+
+
+def calm_products() -> None:
+    """Let numpy's products use one thread each from now on: for a process that runs many small ones side by side.
+
+    OpenBLAS' idle threads spin: beside threads that check tiles they took more of the server than the checks did.
+    """
+    pools = _thread_pools(1)
+    if pools is not None:
+        pools.select(internal_api="openblas").limit(limits=1)
+
+
+def _thread_pools(wanted: int) -> Any:
+    """The libraries here that compute with threads of their own; None, with a word of it, if they are out of reach."""
     try:
-        threadpoolctl = import_module("threadpoolctl")
+        return import_module("threadpoolctl").ThreadpoolController()
     except ImportError:
         logger.warning(
             "threadpoolctl is not installed, so the number of threads stays as it is; "
             "`pip install threadpoolctl`, or start with OPENBLAS_NUM_THREADS=%d",
-            count,
+            wanted,
         )
-        return
-    threadpoolctl.threadpool_limits(limits=count)
+        return None

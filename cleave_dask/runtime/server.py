@@ -30,6 +30,7 @@ from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.trust import Trust
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.admission import ServerAdmission
+from cleave_dask.runtime.kernels import calm_products
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
@@ -280,6 +281,7 @@ def dask_setup(worker: Worker) -> None:
         trust = Trust(config.get("verify"))
     except CleaveError as error:  # Dask would only log it, and go on as a worker that is no server
         raise SystemExit(f"the server cannot start: {error}") from error
+    calm_products()
     runtime = ServerRuntime(worker, trust)
     worker.extensions["cleave"] = runtime
     _ADMISSION.attach(worker, runtime.expected)

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cleave_dask.errors import InputError
 from cleave_dask.runtime import kernels_xp
-from cleave_dask.runtime.kernels import Kernel, _cuda_works, load_kernel, measure_flops, use_threads
+from cleave_dask.runtime.kernels import Kernel, _cuda_works, calm_products, load_kernel, measure_flops, use_threads
 from cleave_dask.runtime.kernels_xp import ArrayKernel
 from cleave_dask.runtime.wire import narrow, to_wire, widen
 from cleave_dask.runtime.wire_torch import from_wire
@@ -322,6 +322,15 @@ def test_threads_are_limited() -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.usefixtures("_threads")
+def test_calm_products_leave_torch_its_threads() -> None:
+    use_threads(2)
+    calm_products()
+    pools = import_module("threadpoolctl").threadpool_info()
+    assert {pool["num_threads"] for pool in pools if pool["internal_api"] == "openblas"} == {1}
+    assert torch.get_num_threads() == 2
+
+
 def test_at_least_one_thread() -> None:
     with pytest.raises(InputError, match="at least one thread, not 0"):
         use_threads(0)
@@ -330,6 +339,6 @@ def test_at_least_one_thread() -> None:
 def test_threads_without_threadpoolctl_say_so() -> None:
     code = (
         "import sys, logging; sys.modules['threadpoolctl'] = None\nlogging.basicConfig(stream=sys.stdout)\n"
-        "from cleave_dask.runtime.kernels import use_threads\nuse_threads(2)"
+        "from cleave_dask.runtime.kernels import calm_products, use_threads\nuse_threads(2)"
     )
     assert "OPENBLAS_NUM_THREADS=2" in run_python(code)
