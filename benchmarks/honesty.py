@@ -17,8 +17,7 @@ from rich.console import Console
 
 from benchmarks.planner import TOKENS, show
 from cleave_dask.fleet.devices import Fleet
-from cleave_dask.graph.building import build_model, example_batch
-from cleave_dask.graph.capture import capture
+from cleave_dask.graph.building import build_graph
 from cleave_dask.graph.ir import Gemm, Operand, StepGraph, Value
 from cleave_dask.graph.recipes import Recipe
 from cleave_dask.planning.planner import plan
@@ -47,7 +46,7 @@ def one_gemm(m: int, n: int, k: int) -> StepGraph:
 def whole_step(model: str) -> StepGraph:
     """The captured step of a recipe."""
     recipe = Recipe.load(model)
-    return capture(build_model(recipe, device="meta"), **example_batch(recipe))
+    return build_graph(recipe)
 
 
 def measure(what: str, graph: StepGraph, label: str) -> dict[str, object]:

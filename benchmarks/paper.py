@@ -130,13 +130,12 @@ def run(cell: Cell) -> dict[str, Any]:
 def lose_one(model: str, fleet: Fleet) -> dict[str, float]:
     """Seconds of a simulated step: calm, with one device that leaves in the middle, and with one device less."""
     # Here, because they bring torch and transformers, which take seconds to import: the tables need neither.
-    from cleave_dask.graph.building import build_model, example_batch
-    from cleave_dask.graph.capture import capture
+    from cleave_dask.graph.building import build_graph
     from cleave_dask.graph.recipes import Recipe
     from cleave_dask.simulation.simulator import simulate
 
     recipe = Recipe.load(model)
-    made = plan(capture(build_model(recipe, device="meta"), **example_batch(recipe)), fleet)
+    made = plan(build_graph(recipe), fleet)
     calm = simulate(made).seconds
     gone = fleet.devices[0].name
     start, middle = (Churn((Event(when, gone, "leave"),)) for when in (0.0, calm / 2))

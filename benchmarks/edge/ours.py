@@ -38,7 +38,8 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
                 return ()
             return tuple(count for name in names for count in local.network.carried(name))
 
-        with Trainer(module, optimizer, client, plan=_planner(system), replan=False) as trainer:
+        wire = "bfloat16" if system == "cleave-bf16" else None
+        with Trainer(module, optimizer, client, plan=_planner(system), replan=False, wire=wire) as trainer:
             seen = timed(lambda batch: trainer.step(**batch), setting.llama, effort, counters=counters)
             peaks = tuple(memory.peak(local.pids[name]) - before[name] for name in names)
             require_memory(max(peaks), setting.cap)

@@ -23,7 +23,7 @@ WIDE = Llama(hidden=1024, intermediate=2816, layers=2, heads=8, vocabulary=4096,
 TINY = Llama(hidden=64, intermediate=128, layers=4, heads=8, vocabulary=256, batch=16, length=16)
 """SMALL is what systems are compared with; a layer of WIDE is too much for some; TINY is for a quick look."""
 
-OURS = ("cleave",)
+OURS = ("cleave", "cleave-bf16")
 EVEN = ("cleave-even",)
 PIPELINES = ("gpipe", "1f1b", "data-pipeline")
 SHARDED = ("ddp", "ddp-bf16", "fsdp", "tensor")

@@ -69,7 +69,11 @@ def systems(shaping: Shaping = "namespaces") -> Mapping[str, System]:
         "1f1b": "pipeline, 1F1B",
         "data-pipeline": "2 replicas x pipeline (DTFM)",
     }
-    mine = {"cleave": "cleave_dask, fp32", "cleave-even": "cleave_dask, even tiles"}
+    mine = {
+        "cleave": "cleave_dask, fp32",
+        "cleave-bf16": "cleave_dask, bf16 on the wire",
+        "cleave-even": "cleave_dask, even tiles",
+    }
     return {
         "alone": System("one process alone", alone),
         **{name: System(title, partial(ours.run, name, shaping=shaping)) for name, title in mine.items()},

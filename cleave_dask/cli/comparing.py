@@ -15,6 +15,7 @@ from cleave_dask.cli.frame import (
     print_json,
     quiet_libraries,
     recipe_argument,
+    wire_option,
 )
 from cleave_dask.errors import InputError
 from cleave_dask.formatting import duration, quantity
@@ -35,6 +36,7 @@ _seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_de
 @click.command()
 @recipe_argument
 @fleet_option(required=True, explain=_EXPLAIN_FLEET)
+@wire_option
 @_churn_option
 @_seed_option
 @click.option(
@@ -57,6 +59,7 @@ def compare(
     recipe: str,
     fleet: str,
     churn: float | None,
+    wire: str | None,
     seed: int,
     systems: tuple[str, ...],
     simulated: bool,
@@ -73,7 +76,7 @@ def compare(
     for name in systems:
         check_system(name)
     _check(churn, plot)
-    what, where, graph = _load(recipe, fleet)
+    what, where, graph = _load(recipe, fleet, wire)
     results = price_all(graph, where, systems=systems or SYSTEMS, churn=churn, seed=seed, simulated=simulated)
     if plot is not None:
         _draw(f"{recipe} on {fleet}", results, plot)
@@ -91,6 +94,7 @@ def compare(
 @click.command()
 @recipe_argument
 @fleet_option(required=True, explain=_EXPLAIN_FLEET)
+@wire_option
 @click.option(
     "--churn",
     metavar="RATE|FILE.csv",
@@ -99,7 +103,7 @@ def compare(
 @_seed_option
 @json_option
 @debug_option
-def simulate(recipe: str, fleet: str, churn: str | None, seed: int, as_json: bool) -> None:
+def simulate(recipe: str, fleet: str, wire: str | None, churn: str | None, seed: int, as_json: bool) -> None:
     """Play one training step of RECIPE on a fleet, on virtual time.
 
     Nothing is trained: it needs neither weights nor data nor devices.
@@ -110,7 +114,7 @@ def simulate(recipe: str, fleet: str, churn: str | None, seed: int, as_json: boo
     rate = _rate(churn)
     _check(rate, None)
     replayed = Churn.load(churn, Fleet.load(fleet)) if churn is not None and rate is None else None
-    what, where, graph = _load(recipe, fleet)
+    what, where, graph = _load(recipe, fleet, wire)
 
     from cleave_dask.planning.planner import plan
     from cleave_dask.simulation.baselines.own import churn_for
@@ -162,18 +166,17 @@ def _check(churn: float | None, plot: Path | None) -> None:
         raise InputError(f"cannot draw {str(plot)!r}: pictures are SVG or PNG; name it {named!r}")
 
 
-def _load(recipe: str, fleet: str) -> tuple[Recipe, Fleet, StepGraph]:
+def _load(recipe: str, fleet: str, wire: str | None) -> tuple[Recipe, Fleet, StepGraph]:
     """Recipe, fleet and the captured step."""
     from cleave_dask.fleet.devices import Fleet
     from cleave_dask.graph.recipes import Recipe
 
-    what, where = Recipe.load(recipe), Fleet.load(fleet)
+    what, where = Recipe.load(recipe).over(wire), Fleet.load(fleet)
     quiet_libraries()
 
-    from cleave_dask.graph.building import build_model, example_batch
-    from cleave_dask.graph.capture import capture
+    from cleave_dask.graph.building import build_graph
 
-    return what, where, capture(build_model(what, device="meta"), **example_batch(what))
+    return what, where, build_graph(what)
 
 
 def _rows(results: list[Result]) -> list[dict[str, Any]]:

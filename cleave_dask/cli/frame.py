@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from cleave_dask.cli.interrupts import EXIT_CODE, Interrupts
 from cleave_dask.errors import CleaveError
+from cleave_dask.graph.ir import WIRES
 from cleave_dask.resources import graphs_folder
 
 if TYPE_CHECKING:
@@ -124,6 +125,15 @@ def recipe_option(function: Function) -> Function:
 def fleet_option(*, required: bool, explain: str) -> Callable[[Function], Function]:
     """The fleet: a file, or the name of one that ships with the package."""
     return click.option("--fleet", metavar="FLEET", required=required, shell_complete=_complete_fleet, help=explain)
+
+
+def wire_option(function: Function) -> Function:
+    """`--wire`: half the bytes for the same step."""
+    return click.option(
+        "--wire",
+        type=click.Choice(WIRES),
+        help="Round numbers of gemms to it on their way between server and devices.  [default: the recipe's]",
+    )(function)
 
 
 def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

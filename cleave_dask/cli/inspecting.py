@@ -15,6 +15,7 @@ from cleave_dask.cli.frame import (
     print_json,
     quiet_libraries,
     recipe_argument,
+    wire_option,
 )
 from cleave_dask.errors import InputError
 from cleave_dask.formatting import duration, quantity
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 @click.command()
 @recipe_argument
 @fleet_option(required=True, explain="The devices: a file, or a name such as lab-8.")
+@wire_option
 @click.option("--levels", is_flag=True, help="Print a row for each level of the step.")
 @click.option(
     "--plot",
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 @click.option("--gemm", help="The gemm to draw.  [default: the one with the most tiles]")
 @json_option
 @debug_option
-def plan(recipe: str, fleet: str, levels: bool, plot: Path | None, gemm: str | None, as_json: bool) -> None:
+def plan(
+    recipe: str, fleet: str, wire: str | None, levels: bool, plot: Path | None, gemm: str | None, as_json: bool
+) -> None:
     """Predict one training step of RECIPE on a fleet.
 
     Nothing is trained: it needs neither weights nor data nor devices.
@@ -44,14 +48,13 @@ def plan(recipe: str, fleet: str, levels: bool, plot: Path | None, gemm: str | N
     from cleave_dask.fleet.devices import Fleet
     from cleave_dask.graph.recipes import Recipe
 
-    what, where = Recipe.load(recipe), Fleet.load(fleet)
+    what, where = Recipe.load(recipe).over(wire), Fleet.load(fleet)
     quiet_libraries()
 
-    from cleave_dask.graph.building import build_model, example_batch
-    from cleave_dask.graph.capture import capture
+    from cleave_dask.graph.building import build_graph
     from cleave_dask.planning.planner import plan as make_plan
 
-    graph = capture(build_model(what, device="meta"), **example_batch(what))
+    graph = build_graph(what)
     made = make_plan(graph, where)
     if plot is not None:
         _draw(made, gemm, plot)

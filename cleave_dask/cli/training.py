@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cleave_dask.cli import checkpoints, fleets, progress
-from cleave_dask.cli.frame import debug_option, fleet_option, json_option, quiet_libraries, recipe_argument
+from cleave_dask.cli.frame import debug_option, fleet_option, json_option, quiet_libraries, recipe_argument, wire_option
 from cleave_dask.cli.interrupts import Interrupts
 from cleave_dask.errors import BatchError, CheckpointError, CleaveError, InputError, StepError
 from cleave_dask.formatting import duration, quantity
@@ -37,6 +37,7 @@ class Options:
 
     recipe: str
     fleet: str | None
+    wire: str | None
     steps: int | None
     scheduler: str | None
     devices: int | None
@@ -66,6 +67,7 @@ class Options:
     type=click.IntRange(1, fleets.MOST_DEVICES),
     help=f"Start this many equal devices on this machine.  [default: {DEVICES}]",
 )
+@wire_option
 @click.option("--scheduler", metavar="ADDRESS", help="Use the devices that have joined this scheduler.")
 @click.option(
     "--steps",
@@ -113,7 +115,7 @@ def _read(options: Options) -> tuple[Recipe, Fleet | int]:
     from cleave_dask.fleet.devices import Fleet
     from cleave_dask.graph.recipes import Recipe
 
-    recipe = Recipe.load(options.recipe)
+    recipe = Recipe.load(options.recipe).over(options.wire)
     longest = max(options.steps or 0, recipe.train.steps)
     recipe = replace(recipe, train=replace(recipe.train, steps=longest))
     if options.fleet is None:
@@ -154,6 +156,7 @@ def _train(
             schedule=schedule,
             clip_norm=recipe.train.clip_norm,
             accumulate=recipe.train.accumulate,
+            wire=recipe.train.wire,
         )
         scalars = stack.enter_context(_scalars(options.tensorboard))
         with trainer:

@@ -26,6 +26,8 @@ from transformers import (
 
 from cleave_dask.errors import RecipeError
 from cleave_dask.graph import corpora
+from cleave_dask.graph.capture import capture
+from cleave_dask.graph.ir import StepGraph
 from cleave_dask.graph.recipes import Architecture, Keywords, LocalModel, Recipe
 from cleave_dask.resources import nearest
 
@@ -138,6 +140,11 @@ def example_batch(recipe: Recipe) -> dict[str, Tensor]:
         _vocab(recipe) or corpora.BYTES
     )
     return _as_batch(ids)
+
+
+def build_graph(recipe: Recipe) -> StepGraph:
+    """The step that a recipe describes, without weights or data: for planning and simulation."""
+    return capture(build_model(recipe, device="meta"), **example_batch(recipe)).over(recipe.train.wire)
 
 
 def _as_batch(ids: Tensor) -> dict[str, Tensor]:

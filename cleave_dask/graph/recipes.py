@@ -29,6 +29,7 @@
     accumulate = 1                # batches whose gradients make one update
     clip_norm = 1.0               # no clipping if left out
     dtype = "float32"             # of weights and gemms: "float32", "bfloat16" or "float64"
+    wire = "bfloat16"             # numbers of gemms are rounded to it on their way; as they are if left out
 
 Paths are relative to the recipe. Nothing here imports torch: `cleave_dask.graph.building` makes modules, optimizers
 and batches out of a recipe.
@@ -37,13 +38,14 @@ and batches out of a recipe.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from cleave_dask.errors import RecipeError
 from cleave_dask.graph.corpora import BYTES
+from cleave_dask.graph.ir import WIRES
 from cleave_dask.resources import graphs_folder, nearest, read_toml, shown
 
 Family = Literal["llama", "opt", "gpt2"]
@@ -124,6 +126,7 @@ class Train:
     accumulate: int = 1  # batches whose gradients make one update
     clip_norm: float | None = None
     dtype: Dtype = "float32"
+    wire: str | None = None  # what numbers of gemms are rounded to on their way; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,10 @@ class Recipe:
             train=_read_train(readers["train"]),
         )
 
+    def over(self, wire: str | None) -> Self:
+        """The same recipe with numbers that travel as `wire`; None leaves it as it is."""
+        return self if wire is None else replace(self, train=replace(self.train, wire=wire))
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer update has seen."""
@@ -165,7 +172,8 @@ class Recipe:
             else str(model.path)
         )
         size = f"{self.data.batch} x {self.data.sequence} tokens"
-        return f"{self.name}: {what}; {size}, {self.optimizer.name}, {self.train.steps} steps of {self.train.dtype}"
+        precision = self.train.dtype + (f", {self.train.wire} on the wire" if self.train.wire else "")
+        return f"{self.name}: {what}; {size}, {self.optimizer.name}, {self.train.steps} steps of {precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,11 +384,12 @@ def _read_schedule(table: _Table) -> Schedule:
 
 
 def _read_train(table: _Table) -> Train:
-    table.check_keys("steps", "seed", "accumulate", "clip_norm", "dtype")
+    table.check_keys("steps", "seed", "accumulate", "clip_norm", "dtype", "wire")
     return Train(
         steps=table.integer("steps", 100),
         seed=table.integer("seed", 0, least=0, most=2**63 - 1),
         accumulate=table.integer("accumulate", 1),
         clip_norm=table.number("clip_norm") if "clip_norm" in table.values else None,
         dtype=table.choice("dtype", get_args(Dtype), "float32"),
+        wire=table.choice("wire", WIRES, WIRES[0]) if "wire" in table.values else None,
     )

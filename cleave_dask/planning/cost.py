@@ -65,11 +65,11 @@ class Shape:
     def of(cls, gemm: Gemm) -> Shape:
         """The shape of a gemm."""
         if gemm.kind == "gemm":
-            width = ITEMSIZE[gemm.dtype]
+            width = ITEMSIZE[gemm.tile_dtype]
             return cls("gemm", gemm.m, gemm.n, gemm.k, gemm.flops, width, width)
         cells = gemm.m * gemm.n
-        down = sum(prod(operand.shape) * ITEMSIZE[operand.parts[0].dtype] for operand in gemm.inputs)
-        up = sum(value.nbytes for value in gemm.outputs)
+        down = sum(prod(operand.shape) * ITEMSIZE[gemm.sent_dtype(operand.parts[0])] for operand in gemm.inputs)
+        up = sum(prod(value.shape) * ITEMSIZE[gemm.sent_dtype(value)] for value in gemm.outputs)
         return cls(gemm.kind, gemm.m, gemm.n, gemm.k, gemm.flops, down / cells, up / cells)
 
     @property
@@ -172,18 +172,20 @@ def extent(span: Range) -> int:
 
 def slice_bytes(gemm: Gemm, rows: Range, cols: Range, ks: Range) -> tuple[int, ...]:
     """Bytes of the slice of each input that a tile over these ranges needs."""
-    width = ITEMSIZE[gemm.dtype]
+    width = ITEMSIZE[gemm.tile_dtype]
     if gemm.kind == "gemm":
         return extent(rows) * extent(ks) * width, extent(ks) * extent(cols) * width
     share = _share(gemm, rows, cols)
-    return tuple(round(share * prod(operand.shape) * ITEMSIZE[operand.parts[0].dtype]) for operand in gemm.inputs)
+    sizes = (prod(operand.shape) * ITEMSIZE[gemm.sent_dtype(operand.parts[0])] for operand in gemm.inputs)
+    return tuple(round(share * size) for size in sizes)
 
 
 def result_bytes(gemm: Gemm, rows: Range, cols: Range) -> int:
     """Bytes of a tile's result."""
     if gemm.kind == "gemm":
-        return extent(rows) * extent(cols) * ITEMSIZE[gemm.dtype]
-    return round(_share(gemm, rows, cols) * sum(value.nbytes for value in gemm.outputs))
+        return extent(rows) * extent(cols) * ITEMSIZE[gemm.tile_dtype]
+    size = sum(prod(value.shape) * ITEMSIZE[gemm.sent_dtype(value)] for value in gemm.outputs)
+    return round(_share(gemm, rows, cols) * size)
 
 
 def tile_memory(gemm: Gemm, rows: Range, cols: Range, ks: Range) -> int:

@@ -188,7 +188,7 @@ def job_skeleton(gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int) ->
     works = parcel_works(gemm, cuts[:, 1:], parcel, tiles.owner[order])
     devices = tuple(device for device, _ in parcels)
     return JobSkeleton(
-        gemm.kind, gemm.dtype, gemm.causal, gemm.scale, cuts, ends, devices, works, after, rank, gemm.role == "dW"
+        gemm.kind, gemm.tile_dtype, gemm.causal, gemm.scale, cuts, ends, devices, works, after, rank, gemm.role == "dW"
     )
 
 

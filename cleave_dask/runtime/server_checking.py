@@ -36,17 +36,19 @@ class Checker:
             return self._right_side(tile).verify(self._operand(0, (tile.rows, tile.ks)), arrays[0])
         operands = [self._operand(index, (tile.rows, tile.cols)) for index in range(len(gemm.inputs))]
         if gemm.kind == "bmm":
-            sides = (RightSide.of(b, gemm.dtype, [randbits(128)]) for b in operands[1])
+            sides = (RightSide.of(b, gemm.tile_dtype, [randbits(128)]) for b in operands[1])
             return all(side.verify(a, c) for side, a, c in zip(sides, operands[0], arrays[0], strict=True))
         seed = randbits(128)
-        return verify_attention(operands, arrays, dtype=gemm.dtype, causal=gemm.causal, scale=gemm.scale, seed=seed)
+        return verify_attention(
+            operands, arrays, dtype=gemm.tile_dtype, causal=gemm.causal, scale=gemm.scale, seed=seed
+        )
 
     def _right_side(self, tile: Tile) -> RightSide:
         """The second operand's slice with its vectors; two threads may both make it, and one of them is kept."""
         place = (tile.ks, tile.cols)
         found = self._right_sides.get(place)
         if found is None:
-            made = RightSide.of(self._operand(1, place), self.gemm.dtype, [randbits(128)])
+            made = RightSide.of(self._operand(1, place), self.gemm.tile_dtype, [randbits(128)])
             found = self._right_sides.setdefault(place, made)
         return found
 

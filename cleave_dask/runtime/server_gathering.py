@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cleave_dask.graph.ir import Gemm, Operand, Range
+from cleave_dask.graph.torch_ops import dtype_of
 from cleave_dask.planning.cost import extent
 from cleave_dask.planning.values import Tile
 from cleave_dask.runtime.interpreter import empty_output
@@ -90,8 +91,9 @@ def operand_slice(
     """The parts of an operand's slice, ready to send, and the axis along which the device joins them."""
     operand = gemm.inputs[number]
     spans = ranges if gemm.kind == "gemm" else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
-    parts = [convert(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)]
-    return parts, operand.axis
+    parts = [_narrow(read(operand.parts[index].name), inner) for index, inner in _parts_within(operand, spans)]
+    dtype = dtype_of(gemm.sent_dtype(operand.parts[0]))
+    return [convert(part.to(dtype)) for part in parts], operand.axis
 
 
 def _parts_within(operand: Operand, spans: tuple[Range, Range]) -> Iterator[tuple[int, tuple[Range, Range]]]:
@@ -125,9 +127,9 @@ def _heads(gemm: Gemm, shape: tuple[int, ...], groups: Range) -> Range:
 def tile_forms(gemm: Gemm, tile: Tile) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each array of a tile, as its device sends it."""
     if gemm.kind == "gemm":
-        return [((extent(tile.rows), extent(tile.cols)), gemm.dtype)]
+        return [((extent(tile.rows), extent(tile.cols)), gemm.tile_dtype)]
     return [
-        ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), value.dtype)
+        ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), gemm.sent_dtype(value))
         for value in gemm.outputs
     ]
 

@@ -209,8 +209,9 @@ def _row_forms(job: Job) -> list[tuple[int, str]]:
     ranges = np.array([(*tile.rows, *tile.cols) for tile in job.tiles], dtype=np.int64)
     cells = int(((ranges[:, 1] - ranges[:, 0]) * (ranges[:, 3] - ranges[:, 2])).max())
     if gemm.kind == "gemm":
-        return [(cells, gemm.dtype)]
-    return [(cells * (math.prod(value.shape) // (gemm.m * gemm.n)), value.dtype) for value in gemm.outputs]
+        return [(cells, gemm.tile_dtype)]
+    per_cell = [(math.prod(value.shape) // (gemm.m * gemm.n), gemm.sent_dtype(value)) for value in gemm.outputs]
+    return [(cells * numbers, dtype) for numbers, dtype in per_cell]
 
 
 def _digest(chain: str, lowered: Lowered, batch: Mapping[str, Numbers], random_state: bytes) -> str:

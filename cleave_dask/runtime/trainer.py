@@ -36,7 +36,7 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import html_table, quantity
 from cleave_dask.graph.capture import capture, flatten_batch
 from cleave_dask.graph.capture_batch import micro_batches
-from cleave_dask.graph.ir import StepGraph
+from cleave_dask.graph.ir import StepGraph, check_wire
 from cleave_dask.planning.adapting import Adapter
 from cleave_dask.planning.adapting import Planner as Planner  # part of the trainer's own signature
 from cleave_dask.planning.calibration import corrected
@@ -63,7 +63,8 @@ class Trainer:
     `checkpoint` is the folder of its zarr store, on the server's disk; a relative path is taken from where this process
     runs. `schedule` is a torch LR scheduler over the optimizer, stepped once per update. `clip_norm` bounds the norm of
     all gradients together. With `accumulate=n` the batch of a step is cut into n micro-batches along its first axis and
-    their gradients are averaged. `plan` cuts the step graph into tiles for the fleet.
+    their gradients are averaged. `plan` cuts the step graph into tiles for the fleet. `wire` is what numbers of gemms
+    are rounded to on their way, "bfloat16": half the bytes, products a little less precise.
 
     Between two steps, tiles of devices that left go to others, and devices that joined get some. With `replan` the
     step is also cut anew, by the same `plan`, when devices turn out to be so different from what they said that it
@@ -83,15 +84,18 @@ class Trainer:
         accumulate: int = 1,
         plan: Planner = default_plan,
         replan: bool = True,
+        wire: str | None = None,
     ) -> None:
         if accumulate < 1:
             raise InputError(f"accumulate is {accumulate}; give the number of micro-batches of a step, 1 or more")
+        check_wire(wire)
         self.client = client
         self.checkpoint = Path(checkpoint).absolute() if checkpoint is not None else None
         self.records: list[dict[str, Any]] = []
         self._module = module
         self._accumulate = accumulate
         self._planner = plan
+        self._wire = wire
         self.interrupted: Interrupted | None = None  # the step to go on with after a resume
         self._resumed = False  # whether the step is one that was interrupted
         self._replan = replan
@@ -127,7 +131,7 @@ class Trainer:
         """All micro-batches of a step, one after the other; the record of the last, which has updated the weights."""
         for number, (micro_args, micro_kwargs) in enumerate(micro_batches(args, kwargs, self._accumulate)):
             if self._adapter is None:
-                graph = capture(self._module, *micro_args, **micro_kwargs)
+                graph = capture(self._module, *micro_args, **micro_kwargs).over(self._wire)
                 self._adapter = Adapter(graph, self._planner, self._fleet(), new_grids=self._replan)
                 self._load()
             self._take_up()

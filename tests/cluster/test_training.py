@@ -11,7 +11,7 @@ import torch
 from distributed import Client
 from torch import nn
 
-from cleave_dask.errors import BatchError, StepError
+from cleave_dask.errors import BatchError, InputError, StepError
 from cleave_dask.planning.planner import Grid, plan
 from cleave_dask.runtime.trainer import Planner, Trainer
 from tests import models
@@ -94,6 +94,25 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
 }
+
+
+def test_bfloat16_on_the_wire_halves_the_bytes_and_follows_torch(client: Client) -> None:
+    batch, records = models.tokens(), []
+    loss = models.loss_of(models.llama(), batch).item()
+    for wire in (None, "bfloat16"):
+        module = models.llama()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        with Trainer(module, optimizer, client, plan=planner((2, 2, 2)), wire=wire) as trainer:
+            assert trainer.step(**batch) == pytest.approx(loss, abs=1e-2)
+            assert {tensor.dtype for tensor in trainer.state_dict().values()} == {torch.float32}
+            records.append(trainer.records[-1])
+    wide, half = records
+    assert half["rejected"] == 0
+    assert half["loss"] != wide["loss"]
+    for way in ("down_bytes", "up_bytes"):  # the logsumexp of an attention stays as it is
+        assert 0.5 <= half[way] / wide[way] < 0.52
+    with pytest.raises(InputError, match="cannot travel as 'int4'"):
+        Trainer(module, optimizer, client, wire="int4")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

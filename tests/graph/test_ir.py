@@ -55,6 +55,7 @@ GEMMS = st.builds(
     biases=st.lists(st.none() | VALUES, max_size=2).map(tuple),
     causal=st.booleans(),
     scale=st.none() | st.floats(0, 1),
+    wire=st.sampled_from([None, "bfloat16"]),
 )
 PAIRS = st.lists(st.tuples(NAMES, NAMES), max_size=3).map(tuple)
 GRAPHS = st.builds(
@@ -135,6 +136,18 @@ def test_different_graphs_have_different_digests(graph: StepGraph) -> None:
         replace(graph, steps=graph.steps[:-1]),
     ]
     assert len({graph.digest, *(other.digest for other in others)}) == 4
+
+
+def test_numbers_that_are_wider_travel_as_halves(graph: StepGraph) -> None:
+    halves = graph.over("bfloat16")
+    assert graph.over(None) is graph
+    assert {gemm.tile_dtype for gemm in halves.gemms} == {"bfloat16"}
+    assert {gemm.dtype for gemm in halves.gemms} == {"float32"}
+    assert halves.digest != graph.digest
+    narrow = replace(graph, steps=tuple(replace(gemm, dtype="float16") for gemm in graph.gemms))
+    assert narrow.over("bfloat16") == narrow
+    with pytest.raises(InputError, match="cannot travel as 'int8'; give 'bfloat16', or None"):
+        graph.over("int8")
 
 
 def test_values_are_freed_after_their_last_use(graph: StepGraph) -> None:

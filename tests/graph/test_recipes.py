@@ -57,7 +57,7 @@ def test_a_recipe_is_read_whole(tmp_path: Path) -> None:
         + DATA
         + '[optimizer]\nname = "SGD"\nlr = 1\nmomentum = 0.9\nnesterov = true\n'
         + '[schedule]\nname = "StepLR"\nstep_size = 3\nwarmup = 2\n'
-        + '[train]\nsteps = 7\nseed = 5\naccumulate = 3\nclip_norm = 2\ndtype = "float64"\n'
+        + '[train]\nsteps = 7\nseed = 5\naccumulate = 3\nclip_norm = 2\ndtype = "float64"\nwire = "bfloat16"\n'
     )
     recipe = Recipe.load(write(tmp_path, text))
     assert recipe == Recipe(
@@ -66,10 +66,10 @@ def test_a_recipe_is_read_whole(tmp_path: Path) -> None:
         data=Data(batch=2, sequence=8),
         optimizer=Optimizer("SGD", (("lr", 1), ("momentum", 0.9), ("nesterov", True))),
         schedule=Schedule("StepLR", (("step_size", 3),), warmup=2),
-        train=Train(steps=7, seed=5, accumulate=3, clip_norm=2.0, dtype="float64"),
+        train=Train(steps=7, seed=5, accumulate=3, clip_norm=2.0, dtype="float64", wire="bfloat16"),
     )
     assert recipe.tokens_per_step == 48
-    assert str(recipe) == "mine: llama, 1 layers of 16; 2 x 8 tokens, SGD, 7 steps of float64"
+    assert str(recipe) == "mine: llama, 1 layers of 16; 2 x 8 tokens, SGD, 7 steps of float64, bfloat16 on the wire"
     assert hash(recipe) == hash(replace(recipe))
 
 
@@ -98,6 +98,7 @@ WRONG = [
     (MODEL + DATA + "[train]\nsteps = true", "steps is True"),
     (MODEL + DATA + "[train]\nclip_norm = nan", "clip_norm is nan"),
     (MODEL + DATA + "[train]\nclip_norm = 0", "clip_norm is 0; give a number above 0"),
+    (MODEL + DATA + '[train]\nwire = "bf16"', "wire is 'bf16'; did you mean 'bfloat16'"),
     (MODEL + DATA + '[train]\ndtype = "fp32"', "dtype is 'fp32'; did you mean 'float32'"),
     (MODEL + DATA + "[optimizer]\nlr = 1", "has no 'name'"),
     (MODEL + DATA + '[optimizer]\nname = "SGD"\nlr = -1', "lr is -1"),
