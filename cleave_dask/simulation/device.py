@@ -1,7 +1,9 @@
-"""A device on virtual time: a downlink, a multiplier and an uplink, each first come first served.
+"""A device on virtual time: a downlink, a multiplier and an uplink, each the most urgent tile first.
 
-Parcels wait for the downlink, the most urgent first, and come down in a few runs of tiles; between two runs the device
-turns to whatever has become more urgent. Within a run tiles follow each other through the three parts.
+Parcels wait for the downlink, the most urgent first, and come down in a few runs of tiles. Within a run tiles follow
+each other through the three parts. Where something more urgent comes while a run of filler is in one of them, the run
+stands still meanwhile, but for what is under way of it: that comes first, as it does on a real device, where tiles wait
+for each part by urgency and a link has few of them under way.
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ from math import ceil
 import numpy as np
 
 from cleave_dask.fleet.devices import Device
-from cleave_dask.planning.cost import Floats
+from cleave_dask.planning.cost import FILLER_SHARE, UNDER_WAY, Floats
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.simulation.cuts import Cut
 
 RUN_SECONDS = 0.5
-"""Seconds of filler after which a device looks whether something more urgent waits; never less than a tile, though."""
+"""Seconds of filler after which a device looks for what it should do next; never less than a tile, though."""
+
+AT_LEAST = 2
+"""Tiles that are under way over a link at once, however large."""
 
 RUNS = 6
 """Runs that a parcel of filler comes down in at most; more would cost the simulation more than they show."""
-
-AHEAD = 3
-"""Tiles of filler that a device has in work at once: it fetches no more while results of so many wait to go up."""
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Parcel:
     filler: bool
     open: bool = True
     accepted: int = 0  # tiles that came in before an attempt broke off
+    seen: int = 0  # tiles that came in from anybody
 
 
 @dataclass(eq=False)
@@ -47,17 +50,53 @@ class Attempt:
     sent: float
     life: int  # of its device: what was under way in a former life is lost
     next: int  # the first tile that has not come down
-    begun: float = 0.0  # the run that comes down now
-    run: slice = field(default_factory=lambda: slice(0, 0))
-    down: Floats = field(default_factory=lambda: np.zeros(0))  # bytes of the run, by tile
-    ended: float = 0.0  # when the last tile so far is up
-    runs_up: int = 0  # runs whose last byte is up
-    up_to: list[tuple[float, int]] = field(default_factory=list)  # (time, tiles that are up by then)
+    runs: int = 0  # that have come down
+    runs_up: int = 0  # whose last byte is up
+    up_to: int = 0  # tiles that are up
 
     @property
     def complete(self) -> bool:
         """Whether everything has come down."""
         return self.next >= len(self.parcel.cut.tiles)
+
+
+@dataclass(eq=False)
+class Run:
+    """Tiles of an attempt that come down together."""
+
+    attempt: Attempt
+    tiles: slice
+    down: Floats  # bytes, by tile
+    begun: float
+    left: float = 0.0  # seconds that it still takes to come down, if it was pushed aside
+    stood: float = 0.0  # what filler of its device had stood still before the uplink when this was last moved on
+    arrived: Floats = field(default_factory=lambda: np.zeros(0))  # when each tile was down
+    multiplied: Floats = field(default_factory=lambda: np.zeros(0))
+    sent: Floats = field(default_factory=lambda: np.zeros(0))  # when each should be up
+
+
+@dataclass(eq=False)
+class Stage:
+    """The multiplier or the uplink: what others wait for goes first, filler stands still meanwhile."""
+
+    critical: float = 0.0  # when the last of each kind is through
+    filler: float = 0.0
+    stood: float = 0.0  # seconds that filler has stood still, all in all
+
+    def serve(self, ready: Floats, seconds: Floats, *, filler: bool, behind: float = 0.0) -> Floats:
+        """When each of several tiles is through; `behind`: seconds of filler that are under way and come first."""
+        if filler:
+            through = served(ready, seconds, max(self.filler, self.critical))
+            self.filler = float(through[-1])
+            return through
+        first, waits = float(ready[0]), self.filler > ready[0]
+        through = served(ready, seconds, max(self.critical, first + min(behind, self.filler - first) if waits else 0.0))
+        self.critical = float(through[-1])
+        if waits:
+            total = float(seconds.sum())
+            self.filler += total
+            self.stood += total
+        return through
 
 
 @dataclass(eq=False)
@@ -70,12 +109,14 @@ class SimulatedDevice:
     factor: float = 1.0  # how many times slower than it should be
     stalled_at: float | None = None
     waiting: list[Attempt] = field(default_factory=list)  # for the downlink
-    loading: Attempt | None = None
-    dozing: bool = False  # until results have gone up
-    compute_free: float = 0.0
-    up_free: float = 0.0
+    loading: Run | None = None
+    pushed_aside: Run | None = None  # what came down until something more urgent came
+    multiplier: Stage = field(default_factory=Stage)
+    uplink: Stage = field(default_factory=Stage)
     slices: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of each that it keeps, least used first
     kept: float = 0.0  # bytes of all of them
+    _half_a_tile: float = 0.0  # seconds of the multiplier, of the filler that it had last
+    _results_under_way: float = 0.0  # seconds of the uplink, of the same
 
     @property
     def figures(self) -> Figures:
@@ -84,60 +125,80 @@ class SimulatedDevice:
             self.device.flops, self.device.down.bandwidth, self.device.up.bandwidth, self.device.down.latency
         )
 
-    def load(self, now: float) -> Attempt | None:
-        """Begin to fetch the next run of the most urgent parcel, if the downlink is free and there is one."""
-        if not self.ready(now):
+    def under_way(self, run: Run, seconds: float) -> float:
+        """Seconds of a link that tiles of filler take which are under way and come first, if all take `seconds`."""
+        tile = seconds / len(run.down)
+        window = FILLER_SHARE * (2 * self.device.down.latency + UNDER_WAY)
+        return max(AT_LEAST * tile, window) - tile / 2  # the first of them is half through
+
+    def load(self, now: float) -> Run | None:
+        """Begin to fetch the next run of the most urgent parcel, if it may come down now."""
+        self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
+        if not self.waiting or not self.present or self.stalled_at is not None:
             return None
         attempt = min(self.waiting, key=lambda waiting: waiting.parcel.rank)
+        critical = not attempt.parcel.filler
+        if self.loading is not None:
+            if self.pushed_aside is not None or not critical or not self.loading.attempt.parcel.filler:
+                return None
+            self.pushed_aside = self.loading
+        elif self.pushed_aside is not None and not critical:
+            return None
         self.waiting.remove(attempt)
         cut, count = attempt.parcel.cut, len(attempt.parcel.cut.tiles)
         runs = min(RUNS, self.figures.seconds(cut.work) / RUN_SECONDS) if attempt.parcel.filler or self.waiting else 1
-        attempt.run = slice(attempt.next, min(count, attempt.next + ceil(count / max(1.0, runs))))
-        attempt.begun, attempt.down = now, self._fetch(attempt)
-        attempt.next = attempt.run.stop
-        self.loading = attempt
-        return attempt
+        tiles = slice(attempt.next, min(count, attempt.next + ceil(count / max(1.0, runs))))
+        attempt.next = tiles.stop
+        attempt.runs += 1
+        self.loading = Run(attempt, tiles, self._fetch(attempt, tiles), now)
+        return self.loading
 
-    def ready(self, now: float) -> bool:
-        """Whether it would fetch something now."""
-        opens = self.opens()
-        return opens is not None and opens <= now
+    def down_seconds(self, run: Run) -> float:
+        """Seconds that a run takes to come down if the server has nobody else to serve."""
+        return float(run.down.sum()) * self.factor / self.device.down.bandwidth
 
-    def opens(self) -> float | None:
-        """When it fetches next, if it has something to fetch and its downlink is free: as few results wait to go up."""
-        self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
-        if not self.waiting or self.loading is not None or not self.present or self.stalled_at is not None:
+    def go_on(self) -> Run | None:
+        """The run that was pushed aside, if nothing more urgent comes down any more."""
+        if self.loading is not None or self.pushed_aside is None:
             return None
-        next_one = min(self.waiting, key=lambda waiting: waiting.parcel.rank).parcel
-        if not next_one.filler:
-            return 0.0
-        return self.up_free - AHEAD * self.factor * float(next_one.cut.up[0]) / self.device.up.bandwidth
+        self.loading, self.pushed_aside = self.pushed_aside, None
+        return self.loading
 
-    def loaded(self, now: float) -> tuple[Attempt, Floats, Floats, Floats]:
-        """A run is down: when each of its tiles was, when it is multiplied, and when it is up."""
-        attempt = self.loading
-        assert attempt is not None
+    def loaded(self, run: Run, now: float) -> None:
+        """A run is down: when each of its tiles is multiplied and up."""
         self.loading = None
+        attempt, cut, filler = run.attempt, run.attempt.parcel.cut, run.attempt.parcel.filler
         if not attempt.complete:
             self.waiting.append(attempt)
-        cut, run, total = attempt.parcel.cut, attempt.run, float(attempt.down.sum())
-        share = np.cumsum(attempt.down) / total if total else np.ones(len(attempt.down))
-        arrived = attempt.begun + (now - attempt.begun) * share
-        multiplied = served(arrived, cut.flops[run] * (self.factor / self.device.flops), self.compute_free)
-        sent = served(multiplied, cut.up[run] * (self.factor / self.device.up.bandwidth), self.up_free)
-        self.compute_free, self.up_free = float(multiplied[-1]), float(sent[-1])
-        return attempt, arrived, multiplied, sent
+        total = float(run.down.sum())
+        share = np.cumsum(run.down) / total if total else np.ones(len(run.down))
+        run.arrived = run.begun + (now - run.begun) * share
+        seconds = cut.flops[run.tiles] * (self.factor / self.device.flops)
+        run.multiplied = self.multiplier.serve(run.arrived, seconds, filler=filler, behind=self._half_a_tile)
+        if filler:
+            self._half_a_tile = float(seconds.mean()) / 2
+        seconds = cut.up[run.tiles] * (self.factor / self.device.up.bandwidth)
+        run.sent = self.uplink.serve(run.multiplied, seconds, filler=filler, behind=self._results_under_way)
+        if filler:
+            self._results_under_way = self.under_way(run, float(seconds.sum()))
+        run.stood = self.uplink.stood
+
+    def left_to_send(self, run: Run) -> float:
+        """Seconds that a run still takes because others went first, now that it would be up otherwise."""
+        left, run.stood = self.uplink.stood - run.stood, self.uplink.stood
+        return left if run.attempt.parcel.filler else 0.0
 
     def resume(self, now: float) -> None:
         """Go on where it stood still."""
         assert self.stalled_at is not None
         stood, self.stalled_at = now - self.stalled_at, None
-        self.compute_free += stood
-        self.up_free += stood
+        for stage in (self.multiplier, self.uplink):
+            stage.critical += stood
+            stage.filler += stood
 
-    def _fetch(self, attempt: Attempt) -> Floats:
+    def _fetch(self, attempt: Attempt, run: slice) -> Floats:
         """Bytes that come down for each tile of a run; slices that the device keeps do not."""
-        cut, run = attempt.parcel.cut, attempt.run
+        cut = attempt.parcel.cut
         if cut.only and attempt.parcel.accepted == 0 and cut.work.down_bytes <= self.device.memory / 2:
             return cut.down[run]
         fetched, needed = np.zeros(run.stop - run.start), []

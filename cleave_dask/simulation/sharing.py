@@ -23,18 +23,31 @@ class SharedLink:
         self._clock = 0.0  # as the transfers see it
         self._now = 0.0
         self._ends: list[tuple[float, int, float, Any]] = []
+        self._flying: dict[Any, tuple[float, int, float]] = {}  # by what they are: end, number, speed
         self._count = 0
 
     def add(self, now: float, seconds: float, speed: float, what: Any) -> None:
         """A transfer begins that would take `seconds` alone at its device's `speed` (bytes/s)."""
         self._advance(now)
         self._count += 1
-        heappush(self._ends, (self._clock + seconds, self._count, speed, what))
+        end = self._clock + seconds
+        heappush(self._ends, (end, self._count, speed, what))
+        self._flying[what] = end, self._count, speed
         self._wanted += speed
         self.version += 1
 
+    def take_back(self, now: float, what: Any) -> float:
+        """A transfer stands still; the seconds that it would still take alone."""
+        self._advance(now)
+        end, _, speed = self._flying.pop(what)
+        self._wanted = max(0.0, self._wanted - speed)
+        self.version += 1
+        return max(0.0, end - self._clock)
+
     def next_end(self) -> float | None:
         """When the first of the transfers in flight ends, if nothing changes before."""
+        while self._ends and self._flying.get(self._ends[0][3], (0.0, 0))[1] != self._ends[0][1]:
+            heappop(self._ends)  # it was taken back
         if not self._ends:
             return None
         return self._now + max(0.0, self._ends[0][0] - self._clock) / self._share
@@ -43,7 +56,8 @@ class SharedLink:
         """The transfer that ends now."""
         self._advance(now)
         _, _, speed, what = heappop(self._ends)
-        self._wanted = max(0.0, self._wanted - speed) if self._ends else 0.0
+        del self._flying[what]
+        self._wanted = max(0.0, self._wanted - speed) if self._flying else 0.0
         self.version += 1
         return what
 

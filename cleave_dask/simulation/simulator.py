@@ -1,10 +1,12 @@
 """The simulator: a planned step on virtual time, with the same dispatcher that places parcels on a real fleet.
 
-What is modelled, each as a queue of its own: every device's downlink, multiplier and uplink, first come first served;
+What is modelled, each as a queue of its own: every device's downlink, multiplier and uplink, the most urgent first;
 the links' latency; the server's egress and ingress, shared by all transfers (`sharing`); the server's rounds between
-levels, one after another; its check of each tile; the scheduler, which turns to one parcel after another. Slices that a
-device's tiles share come down once while its memory lasts. Events lie in one heap: a parcel makes a dozen, whatever the
-number of its tiles. Nothing is random: the same plan and churn give the same trace.
+levels, one after another, and the messages around them; its work on each tile, one after another; the scheduler, which
+turns to one parcel after another (`measured` has what these processes cost). Not modelled: packets that are lost, and
+answers that fill the other direction of a link. Slices that a device's tiles share come down once while its memory
+lasts. Events lie in one heap: a parcel makes a dozen, whatever the number of its tiles. Nothing is random: the same
+plan and churn give the same trace.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
+
 from cleave_dask.errors import InputError, StepError
 from cleave_dask.fleet.churn import Churn, Event
-from cleave_dask.graph.ir import Gemm
-from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Shape
+from cleave_dask.graph.ir import ITEMSIZE, Gemm
+from cleave_dask.planning.cost import Shape
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.values import Plan, Tiles
 from cleave_dask.runtime.rounds import Schedule, schedule
-from cleave_dask.runtime.trace import MOST_ROWS, Trace
+from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, MOST_ROWS, Trace
 from cleave_dask.simulation.cuts import Cut, cut
-from cleave_dask.simulation.device import Attempt, Parcel, SimulatedDevice
+from cleave_dask.simulation.device import Attempt, Parcel, Run, SimulatedDevice
+from cleave_dask.simulation.measured import MEASURED, Costs
 from cleave_dask.simulation.sharing import SharedLink
 
 TICK = 0.2
@@ -36,20 +41,20 @@ WINDOW = 3
 """Parcels in flight per device."""
 
 
-def simulate(plan: Plan, churn: Churn | None = None, *, scheduler_seconds: float = SCHEDULER_SECONDS) -> Trace:
+def simulate(plan: Plan, churn: Churn | None = None, *, costs: Costs = MEASURED) -> Trace:
     """One step of a plan on virtual time; `churn` is what goes wrong meanwhile. The trace has a row per tile attempt.
 
     Of a plan with more than a million tiles it has a row per run of tiles that came down together.
     """
-    return Simulator(plan, churn, scheduler_seconds=scheduler_seconds).run()
+    return Simulator(plan, churn, costs=costs).run()
 
 
 class Simulator:
     """One step of a plan on virtual time."""
 
-    def __init__(self, plan: Plan, churn: Churn | None = None, *, scheduler_seconds: float = SCHEDULER_SECONDS) -> None:
+    def __init__(self, plan: Plan, churn: Churn | None = None, *, costs: Costs = MEASURED) -> None:
         self.plan, self.graph, self.fleet = plan, plan.graph, plan.fleet
-        self.scheduler_seconds = scheduler_seconds
+        self.costs = costs
         self.by_tile = len(plan.tiles) <= MOST_ROWS
         self.now = 0.0
         self.dispatcher = Dispatcher(WINDOW)
@@ -64,17 +69,16 @@ class Simulator:
         self.handovers = self.lost = 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
-        self._scheduler_free = self._server_free = 0.0
+        self._scheduler_free = self._rounds_free = self._tiles_free = 0.0
         self._left_in_job = [0] * len(self.schedule.jobs)
         self._left_of_job = [len(job.after) for job in self.schedule.jobs]
         self._left_of_round = [len(this.jobs) + len(this.after) for this in self.schedule.rounds]
         self._rounds_left = len(self.schedule.rounds)
         self._followers = _followers(self.schedule)
         self._cuts: dict[tuple[Any, ...], list[Cut]] = {}
-        self._held: dict[str, list[tuple[Callable[[str, Attempt], None], Attempt]]] = {}  # by a stall
+        self._held: dict[str, list[tuple[Callable[[str, Run], None], Run]]] = {}  # by a stall
         self._under_way: dict[str, list[Attempt]] = {}  # attempts of each device, where some may leave
         self._churning = bool(churn)
-        self._check_seconds = [0.0] * len(self.schedule.jobs)
         for event in churn or ():
             if event.device not in self.devices:
                 raise InputError(f"churn speaks of device {event.device!r}, which is not in the fleet of this plan")
@@ -110,9 +114,9 @@ class Simulator:
         for position in this.steps:
             step = self.graph.steps[position]
             flops += step.flops if isinstance(step, Gemm) else 0.0
-        checks = sum(self._check_seconds[job] for job in this.jobs)
-        self._server_free = max(self._server_free, self.now) + flops / self.fleet.server.flops + checks
-        self._at(self._server_free, self._round_done, number)
+        self._rounds_free = max(self._rounds_free, self.now) + flops / self.fleet.server.flops
+        messages = self.costs.level if this.jobs else 0.0
+        self._at(self._rounds_free + messages, self._round_done, number)
 
     def _round_done(self, number: int) -> None:
         self._rounds_left -= 1
@@ -127,8 +131,6 @@ class Simulator:
         job = self.schedule.jobs[number]
         cuts = self._cut(job.gemm, job.tiles)
         self._left_in_job[number] = len(cuts)
-        numbers = sum(each.work.down_bytes + each.work.up_bytes for each in cuts) / Shape.of(job.gemm).up_bytes
-        self._check_seconds[number] = VERIFIED * numbers / self.fleet.server.flops if job.gemm.kind == "gemm" else 0.0
         done = 0
         for each in cuts:
             self.parcels.append(Parcel(number, job.rank + done, each, filler=job.gemm.role == "dW"))
@@ -175,7 +177,7 @@ class Simulator:
 
     def _send(self, number: int, name: str) -> None:
         """The scheduler turns to a parcel; the device asks for operands once it has heard of it."""
-        self._scheduler_free = max(self._scheduler_free, self.now) + self.scheduler_seconds
+        self._scheduler_free = max(self._scheduler_free, self.now) + self.costs.parcel
         device, parcel = self.devices[name], self.parcels[number]
         attempt = Attempt(number, parcel, self._scheduler_free, device.life, next=parcel.accepted)
         if self._churning:
@@ -206,66 +208,93 @@ class Simulator:
 
     def _load(self, name: str) -> None:
         device = self.devices[name]
-        attempt = device.load(self.now)
-        opens = device.opens()
-        if opens is not None and not device.dozing:
-            device.dozing = True
-            self._at(max(opens, self.now), self._wake, name)
-        if attempt is not None:
-            amount = float(attempt.down.sum())
-            self.down_bytes += amount
-            speed = device.device.down.bandwidth / device.factor
-            self.egress.add(self.now, amount / speed, speed, (name, attempt))
+        before = device.pushed_aside
+        run = device.load(self.now)
+        aside, behind = device.pushed_aside, 0.0
+        if aside is not None and aside is not before:
+            left = self.egress.take_back(self.now, (name, aside))
+            behind = min(left, device.under_way(aside, device.down_seconds(aside)))
+            aside.left = left - behind
+        if run is not None:
+            self.down_bytes += float(run.down.sum())
+            self._fetch(name, run, behind + device.down_seconds(run))
+        elif (again := device.go_on()) is not None:
+            self._fetch(name, again, again.left)
 
-    def _wake(self, name: str) -> None:
-        self.devices[name].dozing = False
-        self._load(name)
+    def _fetch(self, name: str, run: Run, seconds: float) -> None:
+        """So many seconds of a device's downlink are taken up by a run."""
+        device = self.devices[name]
+        self.egress.add(self.now, seconds, device.device.down.bandwidth / device.factor, (name, run))
 
-    def _loaded(self, name: str, attempt: Attempt) -> None:
+    def _loaded(self, name: str, run: Run) -> None:
         """A run of tiles is down; the rest of its way follows from that."""
         device = self.devices[name]
-        if self._broken_off(name, attempt, self._loaded):
+        if self._broken_off(name, run, self._loaded):
             return
-        _, *ends = device.loaded(self.now)
-        through = float(ends[2][-1])
-        amount = float(attempt.parcel.cut.up[attempt.run].sum())
+        device.loaded(run, self.now)
+        amount = float(run.attempt.parcel.cut.up[run.tiles].sum())
         self.up_bytes += amount
-        left = max(through - self.now, 0.0)
-        self.ingress.add(self.now, left, min(device.device.up.bandwidth, amount / max(left, 1e-9)), (name, attempt))
-        attempt.up_to.append((through, attempt.run.stop))
-        self._record(name, attempt, *ends)
+        self._send_up(name, run, max(float(run.sent[-1]) - self.now, 0.0), amount)
         self._load(name)
 
-    def _uploaded(self, name: str, attempt: Attempt) -> None:
+    def _send_up(self, name: str, run: Run, seconds: float, amount: float) -> None:
+        speed = min(self.devices[name].device.up.bandwidth, amount / max(seconds, 1e-9))
+        self.ingress.add(self.now, seconds, speed, (name, run))
+
+    def _uploaded(self, name: str, run: Run) -> None:
+        device, attempt = self.devices[name], run.attempt
+        if self._broken_off(name, run, self._uploaded):
+            return
+        if (left := device.left_to_send(run)) > 0.0:
+            self._send_up(name, run, left, 0.0)  # what others send meanwhile is theirs
+            return
+        taken_in = self._take_in(run, self.now + device.device.up.latency)
         attempt.runs_up += 1
-        if attempt.complete and attempt.runs_up == len(attempt.up_to):
-            self._at(self.now + self.devices[name].device.up.latency, self._finished, name, attempt)
+        attempt.up_to = max(attempt.up_to, run.tiles.stop)
+        self._record(name, run)
+        if attempt.complete and attempt.runs_up == attempt.runs:
+            receipt = device.device.up.latency + device.device.down.latency  # and the report of it
+            self._at(taken_in + receipt, self._finished, name, run)
 
-    def _finished(self, name: str, attempt: Attempt) -> None:
-        if not self._broken_off(name, attempt, self._finished):
-            self._accepted(attempt.number)
+    def _take_in(self, run: Run, arrived: float) -> float:
+        """When the server is through with the tiles of a run: handing out, checking, writing, one after another."""
+        cut, gemm = run.attempt.parcel.cut, self.schedule.jobs[run.attempt.parcel.job].gemm
+        moved = float(run.down.sum() + cut.up[run.tiles].sum())
+        checks = VERIFIED * moved / ITEMSIZE[gemm.dtype] / self.fleet.server.flops
+        seconds = len(run.down) * self.costs.tile + moved * self.costs.byte + checks
+        self._tiles_free = max(self._tiles_free, arrived - seconds) + seconds
+        return self._tiles_free
 
-    def _broken_off(self, name: str, attempt: Attempt, then: Callable[[str, Attempt], None]) -> bool:
+    def _finished(self, name: str, run: Run) -> None:
+        if not self._broken_off(name, run, self._finished):
+            self._accepted(run.attempt.number)
+
+    def _broken_off(self, name: str, run: Run, then: Callable[[str, Run], None]) -> bool:
         """Whether an attempt does not go on now: its device has left, or stands still until it resumes."""
         device = self.devices[name]
-        if attempt.life != device.life:
+        if run.attempt.life != device.life:
             return True
         if device.stalled_at is not None:
-            self._held.setdefault(name, []).append((then, attempt))
+            self._held.setdefault(name, []).append((then, run))
             return True
         return False
 
-    def _record(self, name: str, attempt: Attempt, arrived: Floats, multiplied: Floats, sent: Floats) -> None:
-        """A row for each tile of a run, or one for all."""
-        parcel, run = attempt.parcel, attempt.run
+    def _record(self, name: str, run: Run) -> None:
+        """A row for each tile of a run that is up, or one for all."""
+        attempt, parcel, tiles = run.attempt, run.attempt.parcel, run.tiles
         gemm = self.schedule.jobs[parcel.job].gemm.name
-        columns = (parcel.cut.tiles[run], arrived, multiplied, sent, attempt.down, parcel.cut.up[run])
+        sent = run.sent + (self.now - run.sent[-1])  # later than it should have been if others went first
+        columns = (parcel.cut.tiles[tiles], run.arrived, run.multiplied, sent, run.down, parcel.cut.up[tiles])
+        new = np.arange(tiles.start, tiles.stop) >= (parcel.seen if parcel.open else tiles.stop)
         if not self.by_tile:
             columns = (*(column[-1:] for column in columns[:4]), *(column.sum(keepdims=True) for column in columns[4:]))
-        begun = attempt.begun
-        for tile, down, done, up, fetched, result in zip(*(column.tolist() for column in columns), strict=True):
+            new = new[-1:]
+        parcel.seen = max(parcel.seen, tiles.stop)
+        begun = run.begun
+        rows = zip(new.tolist(), *(column.tolist() for column in columns), strict=True)
+        for fresh, tile, down, done, up, fetched, result in rows:
             row = (1, gemm, tile, name, attempt.sent, begun - attempt.sent, down - begun, done - down, up - done, 0.0)
-            self.rows.append((*row, "accepted" if parcel.open else "duplicate", round(fetched), round(result)))
+            self.rows.append((*row, ACCEPTED if fresh else DUPLICATE, round(fetched), round(result)))
             begun = down
 
     # Churn
@@ -282,8 +311,8 @@ class Simulator:
                 device.stalled_at = self.now
             case "resume" if device.present and device.stalled_at is not None:
                 device.resume(self.now)
-                for then, attempt in self._held.pop(event.device, []):
-                    then(event.device, attempt)
+                for then, run in self._held.pop(event.device, []):
+                    then(event.device, run)
                 self._load(event.device)
             case "slow":
                 device.factor = event.factor
@@ -300,9 +329,8 @@ class Simulator:
         """A device is gone; of its parcels under way those tiles count that were in before."""
         held = self.dispatcher.flying(name)
         for attempt in self._under_way.pop(name, []):
-            in_time = [tiles for time, tiles in attempt.up_to if time + device.device.up.latency <= self.now]
-            left = min(max(in_time, default=0), len(attempt.parcel.cut.tiles) - 1)
-            attempt.parcel.accepted = max(attempt.parcel.accepted, left)
+            kept = min(attempt.up_to, len(attempt.parcel.cut.tiles) - 1)
+            attempt.parcel.accepted = max(attempt.parcel.accepted, kept)
         device.present, device.life = False, device.life + 1
         self._held.pop(name, None)
         self.dispatcher.device_left(name)
@@ -325,8 +353,8 @@ class Simulator:
 
     def _link_event(self, link: SharedLink, version: int) -> None:
         if link.version == version:
-            name, attempt = link.pop(self.now)
-            (self._loaded if link is self.egress else self._uploaded)(name, attempt)
+            name, run = link.pop(self.now)
+            (self._loaded if link is self.egress else self._uploaded)(name, run)
 
 
 def _followers(steps: Schedule) -> dict[Any, list[tuple[str, int]]]:

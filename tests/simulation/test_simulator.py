@@ -17,6 +17,7 @@ from cleave_dask.fleet.devices import Device, Fleet, Link
 from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.planner import plan
 from cleave_dask.planning.values import Plan
+from cleave_dask.simulation.measured import IDEAL
 from cleave_dask.simulation.simulator import simulate
 from tests import models
 
@@ -122,7 +123,8 @@ def test_one_device_by_hand() -> None:
     gemm = max(graph().gemms, key=lambda gemm: gemm.flops)
     alone = replace(graph(), steps=(gemm,))
     made = whole(alone, Fleet(cd.Server(), (device,)))
-    trace = simulate(made, scheduler_seconds=0.0)
+    trace = simulate(made, costs=IDEAL)
     down, up = float(trace["down_bytes"].sum()), float(trace["up_bytes"].sum())
-    expected = 2 * 0.1 + 0.2 + down / 1e6 + gemm.flops / 1e9 + up / 1e5 + 0.2
+    told_asked_sent, received_answered_reported = 0.1 + 0.2 + 0.1, 0.2 + 0.1 + 0.2
+    expected = told_asked_sent + down / 1e6 + gemm.flops / 1e9 + up / 1e5 + received_answered_reported
     assert trace.seconds == pytest.approx(expected, rel=1e-3)
