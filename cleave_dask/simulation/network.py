@@ -31,6 +31,7 @@ PAYLOAD = 0.955
 
 _QUEUE = "100ms"
 _SMALLEST_BUCKET = 4542  # bytes: three full frames; with less, nothing passes
+_HEADERS = 64  # bytes, of Ethernet, IP and TCP
 _FAST = 37.5e6  # bytes per second from which on the kernel's timer needs a larger bucket
 _OURS = re.compile(r"cleave-(?P<pid>\d+)-\d+-.+")
 _SUBNETS = range(64, 128)  # 10.64.0.0/16 and up
@@ -73,6 +74,10 @@ class Network:
                 _batch("ip", self._device_side(number), "-n", space)
                 _batch("tc", [_shaped(f"v{number}", device.down)], "-n", self._space("server"))
                 _batch("tc", [_shaped("eth0", device.up)], "-n", space)
+                _batch("ip", [_in_trains("eth0", [device.up])], "-n", space)
+            _batch(
+                "ip", [_in_trains("br0", [device.down for device in self.fleet.devices])], "-n", self._space("server")
+            )
         except BaseException:
             self.close()
             raise
@@ -169,9 +174,22 @@ def remove_leftovers() -> list[str]:
 
 
 def _shaped(interface: str, link: Link) -> str:
-    rate = link.bandwidth
-    bucket = max(int(rate * (0.004 if rate >= _FAST else 0.001)), _SMALLEST_BUCKET)
-    return f"qdisc replace dev {interface} root tbf rate {round(8 * rate)}bit burst {bucket} latency {_QUEUE}"
+    rate = round(8 * link.bandwidth)
+    return f"qdisc replace dev {interface} root tbf rate {rate}bit burst {_bucket(link)} latency {_QUEUE}"
+
+
+def _in_trains(interface: str, links: Iterable[Link]) -> str:
+    """Let packets cross the kernel in trains that just fit a bucket, as network cards hand them over.
+
+    Longer trains would be cut into single packets there, and each would cost two processes a wake-up.
+    """
+    train = round(PAYLOAD * max(_bucket(link) for link in links)) - _HEADERS
+    return f"link set {interface} gso_max_size {train}"
+
+
+def _bucket(link: Link) -> int:
+    """Bytes that may pass a link at once."""
+    return max(int(link.bandwidth * (0.004 if link.bandwidth >= _FAST else 0.001)), _SMALLEST_BUCKET)
 
 
 def _batch(tool: str, lines: Iterable[str], *options: str) -> None:
