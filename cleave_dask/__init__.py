@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cleave_dask.planning.planner import plan
     from cleave_dask.planning.replanning import replan
     from cleave_dask.planning.values import Plan, Tile
+    from cleave_dask.runtime.async_trainer import AsyncTrainer
     from cleave_dask.runtime.export import export, read_weights
     from cleave_dask.runtime.lowering import lower
     from cleave_dask.runtime.matmul import matmul
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessError",
+    "AsyncTrainer",
     "BatchError",
     "CaptureError",
     "CheckpointError",
@@ -100,6 +102,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncTrainer": "cleave_dask.runtime.async_trainer",
     "Churn": "cleave_dask.fleet.churn",
     "Device": "cleave_dask.fleet.devices",
     "Fleet": "cleave_dask.fleet.devices",

@@ -37,7 +37,7 @@ DOORS: dict[str, dict[str, str]] = {
         "runtime/kernels_torch.py": "multiplies tiles on devices that have torch",
         "runtime/wire_torch.py": "tensors to frames and back, bfloat16 included",
         "runtime/server*.py": "keeps weights and optimizer state",
-        "runtime/trainer.py": "takes the user's module and optimizer",
+        "runtime/*trainer.py": "takes the user's module and optimizer",
         "runtime/optimizers.py": "runs any torch.optim optimizer in place",
         "runtime/export.py": "writes weights that other tools load",
         "views/scalars.py": "writes TensorBoard's files",

@@ -69,9 +69,8 @@ def facts_of(client: Client) -> dict[str, Any]:
     """What the scheduler's plugin says of the cluster."""
     if client.asynchronous:
         raise InputError(
-            "this client is asynchronous, and its event loop would stand still during a step; make another one with "
-            "Client(async_client.scheduler.address, asynchronous=False), and call what takes long in a thread: "
-            "await asyncio.to_thread(trainer.step, batch)"
+            "this client is asynchronous, and its event loop would stand still; use cd.AsyncTrainer, or for anything "
+            "else Client(async_client.scheduler.address, asynchronous=False) in a thread"
         )
     scheduler: Any = client.scheduler
     try:

@@ -31,31 +31,49 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def test_an_asynchronous_client_is_refused_with_the_remedy(fleet: LocalFleet) -> None:
-    """The remedy is followed to the letter, beside the asynchronous client."""
+def test_inside_an_event_loop(fleet: LocalFleet, tmp_path: Path) -> None:
+    """With an asynchronous client steps are awaited, and the loop goes on meanwhile; what needs another is told so."""
     module = cd.with_loss(perceptron(), nn.CrossEntropyLoss())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     ones = da.ones((8, 8), chunks=4, dtype="float32")
 
-    async def session() -> tuple[float, float]:
-        async with Client(fleet.scheduler_address, asynchronous=True) as async_client:
-            with pytest.raises(cd.InputError, match=r"asynchronous.*asyncio.to_thread\(trainer.step, batch\)"):
-                cd.Trainer(module, optimizer, async_client)
-            with pytest.raises(cd.InputError, match="this client is asynchronous"):
-                cd.matmul(ones, ones, client=async_client)
-            with pytest.raises(cd.InputError, match="this client is asynchronous"):
-                cd.Fleet.from_cluster(async_client)
-            with Client(async_client.scheduler.address, asynchronous=False, set_as_default=False) as client:
-                trainer = await asyncio.to_thread(cd.Trainer, module, optimizer, client)
-                losses = [await asyncio.to_thread(trainer.step, *batch) for batch in batches(2)]
-                await asyncio.to_thread(trainer.close)
-                total = await asyncio.to_thread(lambda: cd.matmul(ones, ones, client=client).sum())
-                answer = await asyncio.to_thread(client.compute(total).result)
-        return losses[0], float(answer)
+    async def ticking(ticks: list[float]) -> None:
+        while True:
+            ticks.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.001)
 
-    loss, total = asyncio.run(session())
-    assert loss == pytest.approx(module(*batches(1)[0]).item(), abs=1e-5)
-    assert total == 512
+    async def session() -> tuple[list[float], int]:
+        async with Client(fleet.scheduler_address, asynchronous=True) as client:
+            with pytest.raises(cd.InputError, match=r"this client is asynchronous.*use cd.AsyncTrainer"):
+                cd.Trainer(module, optimizer, client)
+            with pytest.raises(cd.InputError, match="this client is asynchronous"):
+                cd.matmul(ones, ones, client=client)
+            with pytest.raises(cd.InputError, match="this client is asynchronous"):
+                cd.Fleet.from_cluster(client)
+            closed = cd.AsyncTrainer(module, optimizer, client)
+            with pytest.raises(cd.InputError, match="not open; use it in `async with"):
+                await closed.step(*batches(1)[0])
+            async with cd.AsyncTrainer(module, optimizer, client, checkpoint=tmp_path) as trainer:
+                losses = [await trainer.step(*batches(1)[0])]
+                ticks: list[float] = []
+                other = asyncio.create_task(ticking(ticks))
+                losses += [await trainer.step(*batch) for batch in batches(3)[1:]]
+                other.cancel()
+                assert await trainer.save() == 3
+                assert await trainer.resume() == 3
+                assert set(await trainer.state_dict()) == set(module.state_dict())
+                assert len(trainer.trainer.records) == 3
+        return losses, len(ticks)
+
+    losses, ticks = asyncio.run(session())
+    assert losses[0] == pytest.approx(module(*batches(1)[0]).item(), abs=1e-5)
+    assert ticks > 5
+
+
+def test_a_client_that_blocks_is_for_the_trainer_that_does(client: Client) -> None:
+    module = cd.with_loss(perceptron(), nn.CrossEntropyLoss())
+    with pytest.raises(cd.InputError, match="not asynchronous; give it to Trainer"):
+        cd.AsyncTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client)
 
 
 def test_a_loop_of_torch_moves_to_a_fleet_in_three_lines(client: Client, tmp_path: Path) -> None:
