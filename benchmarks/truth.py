@@ -1,23 +1,29 @@
 """How true predictions are: seconds of a step as planned, as simulated, and as measured on emulated devices.
 
-    python benchmarks/truth.py [--steps 3] [--setting NAME] [--shaping buckets] [--json out.json]
+    python benchmarks/truth.py [--steps 3] [--setting NAME] [--shaping buckets] [--json out.json] [--write]
 
 Each setting is a fleet of real worker processes on this machine whose links and kernels are held to their figures, and
 a model that is trained on it. The plan that it is trained by is simulated too. Links are slow enough that this machine
 is not what decides. The first step of each setting is not counted. In the setting with a kill, a device is killed half
-way through each step, and joins again before the next.
+way through each step, and joins again before the next. Below the table stands what the processes in the middle cost,
+from which `cleave_dask.simulation.measured` has its figures. With --write the ratios go into the package, where
+`cleave simulate` and others read them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from dataclasses import asdict, dataclass
+from os import cpu_count, getloadavg
 from pathlib import Path
 from statistics import median
-from time import monotonic
+from time import sleep
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -25,12 +31,17 @@ from rich.table import Table
 from benchmarks.models import Llama
 from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
+from cleave_dask.simulation.accuracy import Accuracy
 from cleave_dask.simulation.local import LocalFleet
+from cleave_dask.simulation.measured import MEASURED
+from cleave_dask.simulation.network import PAYLOAD
 from cleave_dask.simulation.simulator import simulate
 
 LLAMA = Llama(hidden=256, intermediate=512, layers=2, heads=4, vocabulary=1024, batch=8, length=64)
 MBIT, GFLOPS = 1e6 / 8, 1e9
+KILLED = "device-1"
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class Setting:
     ups: tuple[float, ...]
     latency: float = 0.005  # seconds, one way
     kill: bool = False
+    wire: str | None = None  # dtype of numbers on their way
 
     @property
     def fleet(self) -> Fleet:
@@ -66,6 +78,7 @@ SETTINGS = {
     "uneven both, 2x": Setting((1, 0.5, 0.2, 0.1), (10, 20, 30, 40), (5, 10, 15, 20)),
     "30 ms latency, 2x": Setting((2,) * 4, (20,) * 4, (10,) * 4, latency=0.03),
     "kill, 2x": Setting((2,) * 4, (20,) * 4, (10,) * 4, kill=True),
+    "bfloat16, 2x": Setting((2,) * 4, (20,) * 4, (10,) * 4, wire="bfloat16"),
 }
 
 
@@ -75,21 +88,21 @@ def measure(name: str, steps: int, shaping: Any) -> dict[str, Any]:
     with LocalFleet(setting.fleet, shaping=shaping) as local, local.get_client() as client:
         module = LLAMA.module()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        with Trainer(module, optimizer, client, replan=False) as trainer:
+        with Trainer(module, optimizer, client, replan=False, wire=setting.wire) as trainer:
             trainer.step(**LLAMA.tokens(0))
             plan = trainer.plan
-            churn = _kill(plan.seconds / 2) if setting.kill else Churn()
-            simulated = simulate(plan, churn)
-            start = monotonic()
+            churn = Churn((Event(plan.seconds / 2, KILLED, "leave"),)) if setting.kill else Churn()
+            before = used(local)
             for number in range(steps):
                 with local.under(churn):
                     trainer.step(**LLAMA.tokens(number + 1))
                 if churn:
-                    local.restart(churn.events[0].device)
-                    client.wait_for_workers(len(setting.speeds) + 1)
-            elapsed = (monotonic() - start) / steps
-            trace, records = trainer.trace, trainer.records[1:]
-        seconds = median(record["seconds"] for record in records)
+                    local.restart(KILLED)
+                    while KILLED not in facts_of(client)["device"]:
+                        sleep(0.1)
+            spent = {what: (after - before[what]) / steps for what, after in used(local).items()}
+            records = trainer.records[1:]
+        simulated, seconds = simulate(plan, churn), median(record["seconds"] for record in records)
         return {
             "setting": name,
             **asdict(setting),
@@ -99,19 +112,43 @@ def measure(name: str, steps: int, shaping: Any) -> dict[str, Any]:
             "simulated_seconds": simulated.seconds,
             "seconds": seconds,
             "each": [record["seconds"] for record in records],
-            "elapsed": elapsed,
             "error": seconds / simulated.seconds - 1,
             "binding": plan.binding,
             "tiling": plan.tiling,
             "tiles": len(plan.tiles),
-            "spent": records[-1]["spent"],
-            "by_device": trace.of_step(steps + 1).by_device(),
-            "simulated_by_device": simulated.by_device(),
+            "down_bytes": plan.down_bytes,
+            "up_bytes": plan.up_bytes,
+            "load": getloadavg()[0],
+            **spent,
         }
 
 
-def _kill(seconds: float) -> Churn:
-    return Churn((Event(seconds, "device-1", "leave"),))
+def used(local: LocalFleet) -> dict[str, float]:
+    """CPU seconds of scheduler and server so far; bytes that links have carried, where the kernel counts them."""
+    pids = {"scheduler": local.scheduler_pid, "server": local.pid(local.server_name)}
+    seconds = {f"{name}_cpu": sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
+    network = local.network
+    carried = [network.carried(device.name) for device in local.fleet.devices] if network is not None else []
+    return {**seconds, "carried_down": sum(down for down, _ in carried), "carried_up": sum(up for _, up in carried)}
+
+
+def costs(rows: list[dict[str, Any]]) -> list[str]:
+    """What the middle costs, from settings without a kill: server seconds fitted as a + b tiles."""
+    calm = [row for row in rows if not row["kill"]]
+    tiles = [row["tiles"] for row in calm]
+    lines = [f"scheduler: {1e3 * sum(row['scheduler_cpu'] for row in calm) / sum(tiles):.2f} ms of CPU per tile"]
+    if len(set(tiles)) > 1:
+        each, fixed = np.polyfit(tiles, [row["server_cpu"] for row in calm], 1)
+        lines.append(f"server: {1e3 * each:.2f} ms of CPU per tile, and {fixed:.2f} s a step")
+    for way, other in (("down", "up"), ("up", "down")):
+        shaped = [row for row in calm if row[f"carried_{way}"]]
+        beside = [
+            PAYLOAD * row[f"carried_{way}"] - row[f"{way}_bytes"] - MEASURED.confirmation * row[f"{other}_bytes"]
+            for row in shaped
+        ]
+        if shaped:
+            lines.append(f"{way}: {sum(beside) / sum(row['tiles'] for row in shaped):,.0f} bytes per tile beside it")
+    return lines
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -134,6 +171,7 @@ def main() -> None:
     parser.add_argument("--setting", choices=SETTINGS, action="append")
     parser.add_argument("--shaping", choices=("auto", "namespaces", "buckets"), default="auto")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the ratios into the package")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -146,8 +184,24 @@ def main() -> None:
             f"measured {row['seconds']:.2f} s ({row['error']:+.0%})"
         )
     console.print(table(rows))
+    for line in costs(rows):
+        console.print(line)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
+    accuracy = Accuracy.of(rows, f"{_commit()}, {cpu_count()} cores, load {_loads(rows)}")
+    console.print(str(accuracy))
+    if options.write:
+        accuracy.write()
+
+
+def _commit() -> str:
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "no commit"
+
+
+def _loads(rows: list[dict[str, Any]]) -> str:
+    loads = [row["load"] for row in rows]
+    return f"{min(loads):.0f} to {max(loads):.0f}"
 
 
 if __name__ == "__main__":

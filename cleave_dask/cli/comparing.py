@@ -87,6 +87,8 @@ def compare(
     click.echo(str(what))
     click.echo(str(where))
     _print_rows(rows)
+    if any(row["source"] == "simulation" for row in rows):
+        _print_accuracy()
     if plot is not None:
         click.echo(f"picture: {plot}")
 
@@ -117,6 +119,7 @@ def simulate(recipe: str, fleet: str, wire: str | None, churn: str | None, seed:
     what, where, graph = _load(recipe, fleet, wire)
 
     from cleave_dask.planning.planner import plan
+    from cleave_dask.simulation.accuracy import measured_accuracy
     from cleave_dask.simulation.baselines.own import churn_for
     from cleave_dask.simulation.simulator import Simulator
 
@@ -142,11 +145,12 @@ def simulate(recipe: str, fleet: str, wire: str | None, churn: str | None, seed:
         "lost": simulator.lost,
     }
     if as_json:
-        print_json(facts)
+        print_json({**facts, "measured_over_simulated": measured_accuracy().span})
         return
     click.echo(str(what))
     click.echo(str(where))
     _print_facts(facts, len(where))
+    _print_accuracy()
 
 
 def _rate(churn: str | None) -> float | None:
@@ -213,6 +217,13 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     make_console().print(table)
     for row in rows:  # below, not inside: a reason takes a line
         click.echo(f"{row['system']}: {row['configuration'] if row['feasible'] else 'infeasible: ' + row['why']}")
+
+
+def _print_accuracy() -> None:
+    """How far simulated seconds were off, beside them."""
+    from cleave_dask.simulation.accuracy import measured_accuracy
+
+    click.echo(str(measured_accuracy()))
 
 
 def _print_facts(facts: dict[str, Any], devices: int) -> None:

@@ -17,6 +17,7 @@ from cleave_dask.fleet.devices import Device
 from cleave_dask.planning.cost import FILLER_SHARE, UNDER_WAY, Floats
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.simulation.cuts import Cut
+from cleave_dask.simulation.measured import Costs
 
 RUN_SECONDS = 0.5
 """Seconds of filler after which a device looks for what it should do next; never less than a tile, though."""
@@ -68,6 +69,8 @@ class Run:
     tiles: slice
     down: Floats  # bytes, by tile
     begun: float
+    down_bytes: float  # of all its tiles
+    up_bytes: float
     left: float = 0.0  # seconds that it still takes to come down, if it was pushed aside
     stood: float = 0.0  # what filler of its device had stood still before the uplink when this was last moved on
     arrived: Floats = field(default_factory=lambda: np.zeros(0))  # when each tile was down
@@ -104,6 +107,7 @@ class SimulatedDevice:
     """A device: when each of its parts is free, and the attempts that it has."""
 
     device: Device
+    costs: Costs
     life: int = 0
     present: bool = True
     factor: float = 1.0  # how many times slower than it should be
@@ -150,12 +154,14 @@ class SimulatedDevice:
         tiles = slice(attempt.next, min(count, attempt.next + ceil(count / max(1.0, runs))))
         attempt.next = tiles.stop
         attempt.runs += 1
-        self.loading = Run(attempt, tiles, self._fetch(attempt, tiles), now)
+        down = self._fetch(attempt, tiles)
+        self.loading = Run(attempt, tiles, down, now, float(down.sum()), float(cut.up[tiles].sum()))
         return self.loading
 
     def down_seconds(self, run: Run) -> float:
         """Seconds that a run takes to come down if the server has nobody else to serve."""
-        return float(run.down.sum()) * self.factor / self.device.down.bandwidth
+        beside = len(run.down) * self.costs.message + run.up_bytes * self.costs.confirmation
+        return (run.down_bytes + beside) * self.factor / self.device.down.bandwidth
 
     def go_on(self) -> Run | None:
         """The run that was pushed aside, if nothing more urgent comes down any more."""
@@ -170,17 +176,17 @@ class SimulatedDevice:
         attempt, cut, filler = run.attempt, run.attempt.parcel.cut, run.attempt.parcel.filler
         if not attempt.complete:
             self.waiting.append(attempt)
-        total = float(run.down.sum())
-        share = np.cumsum(run.down) / total if total else np.ones(len(run.down))
+        share = np.cumsum(run.down) / run.down_bytes if run.down_bytes else np.ones(len(run.down))
         run.arrived = run.begun + (now - run.begun) * share
         seconds = cut.flops[run.tiles] * (self.factor / self.device.flops)
         run.multiplied = self.multiplier.serve(run.arrived, seconds, filler=filler, behind=self._half_a_tile)
         if filler:
-            self._half_a_tile = float(seconds.mean()) / 2
-        seconds = cut.up[run.tiles] * (self.factor / self.device.up.bandwidth)
+            self._half_a_tile = float(seconds[-1]) / 2
+        carried = cut.up[run.tiles] + (self.costs.message + run.down_bytes * self.costs.confirmation / len(run.down))
+        seconds = carried * (self.factor / self.device.up.bandwidth)
         run.sent = self.uplink.serve(run.multiplied, seconds, filler=filler, behind=self._results_under_way)
         if filler:
-            self._results_under_way = self.under_way(run, float(seconds.sum()))
+            self._results_under_way = self.under_way(run, run.up_bytes * self.factor / self.device.up.bandwidth)
         run.stood = self.uplink.stood
 
     def left_to_send(self, run: Run) -> float:

@@ -1,9 +1,9 @@
-"""What the middle of a fleet costs by itself: the seconds of scheduler and server that no link or device explains.
+"""What the middle of a fleet costs by itself: seconds and bytes that neither arithmetic nor operands explain.
 
-A plan counts bytes, operations, latency and the scheduler's turns. A real step also waits for processes that are
-written in Python: messages between levels, and the server's own work on each tile and byte. `Costs` has those, and
-`MEASURED` is what `python benchmarks/costs.py` found on the machine of docs/results.md. The simulator counts them;
-`PLANNED` is what a plan counts of them, `IDEAL` leaves all out.
+A plan counts operands, results, operations, latency and the scheduler's turns. A real step also waits for processes
+that are written in Python, for the words around each tile, and for the packets that confirm others. `Costs` has all of
+it, and is all that the simulator knows of them. `MEASURED` is what benchmarks/truth.py found on a machine of 2 cores
+(docs/results.md, "Predictions and emulated devices"); `PLANNED` is what a plan counts, `IDEAL` leaves everything out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from cleave_dask.planning.cost import SCHEDULER_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of the processes in the middle, each a queue of its own."""
+    """Scheduler and server, each a queue of its own; and what a link carries beside operands and results."""
 
-    parcel: float = 0.0  # of the scheduler, for each parcel that it sends
-    level: float = 0.0  # between the last tile of a level and the first of the next, beside latency and arithmetic
-    tile: float = 0.0  # of the server, for each tile: handing out its slices, taking it in, checking, writing a row
-    byte: float = 0.0  # of the server, for each byte that it hands out or takes in
+    parcel: float = 0.0  # seconds of the scheduler, for each parcel that it sends
+    level: float = 0.0  # seconds from the last tile of a level to the first of the next, beside latency and arithmetic
+    tile: float = 0.0  # seconds of the server for each tile: handing out its slices, taking it in, checking, a row
+    byte: float = 0.0  # seconds of the server for each byte that it hands out or takes in
+    message: float = 0.0  # bytes of each direction for each tile: questions, answers, what is said of a result
+    confirmation: float = 0.0  # bytes of one direction for each byte of the other: TCP's acknowledgements
 
 
 IDEAL = Costs()
 PLANNED = Costs(parcel=SCHEDULER_SECONDS)
-MEASURED = Costs(parcel=SCHEDULER_SECONDS, level=0.02, tile=0.7e-3, byte=1.0e-9)
+MEASURED = Costs(
+    parcel=SCHEDULER_SECONDS, level=0.03, tile=2.2e-3, byte=2.0e-9, message=500.0, confirmation=66.0 / (2 * 1448.0)
+)

@@ -3,20 +3,19 @@
 What is modelled, each as a queue of its own: every device's downlink, multiplier and uplink, the most urgent first;
 the links' latency; the server's egress and ingress, shared by all transfers (`sharing`); the server's rounds between
 levels, one after another, and the messages around them; its work on each tile, one after another; the scheduler, which
-turns to one parcel after another (`measured` has what these processes cost). Not modelled: packets that are lost, and
-answers that fill the other direction of a link. Slices that a device's tiles share come down once while its memory
-lasts. Events lie in one heap: a parcel makes a dozen, whatever the number of its tiles. Nothing is random: the same
-plan and churn give the same trace.
+turns to one parcel after another; words around each tile, and packets that confirm others (`measured` has what these
+cost). Not modelled: packets that are lost, and connections that start slowly. Slices that a device's tiles share come
+down once while its memory lasts. Events lie in one heap: a parcel makes a dozen, whatever the number of its tiles.
+Nothing is random: the same plan and churn give the same trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
-
-import numpy as np
 
 from cleave_dask.errors import InputError, StepError
 from cleave_dask.fleet.churn import Churn, Event
@@ -59,11 +58,11 @@ class Simulator:
         self.now = 0.0
         self.dispatcher = Dispatcher(WINDOW)
         self.schedule: Schedule = schedule(plan.graph, plan)
-        self.devices = {device.name: SimulatedDevice(device) for device in plan.fleet.devices}
+        self.devices = {device.name: SimulatedDevice(device, costs) for device in plan.fleet.devices}
         for name, device in self.devices.items():
             self.dispatcher.device_joined(name, device.figures, 0.0)
         self.parcels: list[Parcel] = []
-        self.egress, self.ingress = SharedLink(self.fleet.server.egress), SharedLink(self.fleet.server.ingress)
+        self.egress, self.ingress = self._server_links(churn)
         self.rows: list[tuple[Any, ...]] = []
         self.down_bytes = self.up_bytes = 0.0
         self.handovers = self.lost = 0
@@ -105,6 +104,14 @@ class Simulator:
         server = self.fleet.server
         seconds = max(self.now, self.down_bytes / server.egress, self.up_bytes / server.ingress)
         return Trace.of(self.rows, lasted=seconds)
+
+    def _server_links(self, churn: Churn | None) -> tuple[SharedLink, SharedLink]:
+        """Egress and ingress: what all devices could want of them together, if that does not change, may be less."""
+        down, up = (sum(d.down.bandwidth for d in self.fleet.devices), sum(d.up.bandwidth for d in self.fleet.devices))
+        if any(event.kind in ("down", "up") for event in churn or ()):
+            down = up = inf
+        server = self.fleet.server
+        return SharedLink(server.egress, wanted=down), SharedLink(server.ingress, wanted=up)
 
     # The server: rounds and jobs
 
@@ -216,7 +223,7 @@ class Simulator:
             behind = min(left, device.under_way(aside, device.down_seconds(aside)))
             aside.left = left - behind
         if run is not None:
-            self.down_bytes += float(run.down.sum())
+            self.down_bytes += run.down_bytes
             self._fetch(name, run, behind + device.down_seconds(run))
         elif (again := device.go_on()) is not None:
             self._fetch(name, again, again.left)
@@ -224,7 +231,7 @@ class Simulator:
     def _fetch(self, name: str, run: Run, seconds: float) -> None:
         """So many seconds of a device's downlink are taken up by a run."""
         device = self.devices[name]
-        self.egress.add(self.now, seconds, device.device.down.bandwidth / device.factor, (name, run))
+        self._move(self.egress, seconds, device.device.down.bandwidth / device.factor, (name, run))
 
     def _loaded(self, name: str, run: Run) -> None:
         """A run of tiles is down; the rest of its way follows from that."""
@@ -232,14 +239,13 @@ class Simulator:
         if self._broken_off(name, run, self._loaded):
             return
         device.loaded(run, self.now)
-        amount = float(run.attempt.parcel.cut.up[run.tiles].sum())
-        self.up_bytes += amount
-        self._send_up(name, run, max(float(run.sent[-1]) - self.now, 0.0), amount)
+        self.up_bytes += run.up_bytes
+        self._send_up(name, run, max(float(run.sent[-1]) - self.now, 0.0), run.up_bytes)
         self._load(name)
 
     def _send_up(self, name: str, run: Run, seconds: float, amount: float) -> None:
         speed = min(self.devices[name].device.up.bandwidth, amount / max(seconds, 1e-9))
-        self.ingress.add(self.now, seconds, speed, (name, run))
+        self._move(self.ingress, seconds, speed, (name, run))
 
     def _uploaded(self, name: str, run: Run) -> None:
         device, attempt = self.devices[name], run.attempt
@@ -258,9 +264,8 @@ class Simulator:
 
     def _take_in(self, run: Run, arrived: float) -> float:
         """When the server is through with the tiles of a run: handing out, checking, writing, one after another."""
-        cut, gemm = run.attempt.parcel.cut, self.schedule.jobs[run.attempt.parcel.job].gemm
-        moved = float(run.down.sum() + cut.up[run.tiles].sum())
-        checks = VERIFIED * moved / ITEMSIZE[gemm.dtype] / self.fleet.server.flops
+        gemm, moved = self.schedule.jobs[run.attempt.parcel.job].gemm, run.down_bytes + run.up_bytes
+        checks = VERIFIED * moved / ITEMSIZE[gemm.tile_dtype] / self.fleet.server.flops
         seconds = len(run.down) * self.costs.tile + moved * self.costs.byte + checks
         self._tiles_free = max(self._tiles_free, arrived - seconds) + seconds
         return self._tiles_free
@@ -282,19 +287,27 @@ class Simulator:
     def _record(self, name: str, run: Run) -> None:
         """A row for each tile of a run that is up, or one for all."""
         attempt, parcel, tiles = run.attempt, run.attempt.parcel, run.tiles
-        gemm = self.schedule.jobs[parcel.job].gemm.name
-        sent = run.sent + (self.now - run.sent[-1])  # later than it should have been if others went first
-        columns = (parcel.cut.tiles[tiles], run.arrived, run.multiplied, sent, run.down, parcel.cut.up[tiles])
-        new = np.arange(tiles.start, tiles.stop) >= (parcel.seen if parcel.open else tiles.stop)
-        if not self.by_tile:
-            columns = (*(column[-1:] for column in columns[:4]), *(column.sum(keepdims=True) for column in columns[4:]))
-            new = new[-1:]
+        gemm, begun = self.schedule.jobs[parcel.job].gemm.name, run.begun
+        late = self.now - float(run.sent[-1])  # than it should have been, as others went first
+        first = parcel.seen if parcel.open else tiles.stop  # the first that nobody has brought before
+        columns: Iterable[tuple[Any, ...]]
+        if self.by_tile:
+            whole = (
+                parcel.cut.tiles[tiles],
+                run.arrived,
+                run.multiplied,
+                run.sent + late,
+                run.down,
+                parcel.cut.up[tiles],
+            )
+            columns = zip(range(tiles.start, tiles.stop), *(column.tolist() for column in whole), strict=True)
+        else:
+            last, times = tiles.stop - 1, (float(run.arrived[-1]), float(run.multiplied[-1]), self.now)
+            columns = [(last, int(parcel.cut.tiles[last]), *times, run.down_bytes, run.up_bytes)]
         parcel.seen = max(parcel.seen, tiles.stop)
-        begun = run.begun
-        rows = zip(new.tolist(), *(column.tolist() for column in columns), strict=True)
-        for fresh, tile, down, done, up, fetched, result in rows:
+        for place, tile, down, done, up, fetched, result in columns:
             row = (1, gemm, tile, name, attempt.sent, begun - attempt.sent, down - begun, done - down, up - done, 0.0)
-            self.rows.append((*row, ACCEPTED if fresh else DUPLICATE, round(fetched), round(result)))
+            self.rows.append((*row, ACCEPTED if place >= first else DUPLICATE, round(fetched), round(result)))
             begun = down
 
     # Churn
@@ -305,7 +318,7 @@ class Simulator:
             case "leave" if device.present:
                 self._left(event.device, device)
             case "join" if not device.present:
-                fresh = self.devices[event.device] = SimulatedDevice(device.device, device.life + 1)
+                fresh = self.devices[event.device] = SimulatedDevice(device.device, self.costs, device.life + 1)
                 self.dispatcher.device_joined(event.device, fresh.figures, self.now)
             case "stall" if device.present and device.stalled_at is None:
                 device.stalled_at = self.now
@@ -344,10 +357,21 @@ class Simulator:
         self._count += 1
         heappush(self._heap, (time, self._count, action, arguments))
 
+    def _move(self, link: SharedLink, seconds: float, speed: float, what: tuple[str, Run]) -> None:
+        number = link.add(self.now, seconds, speed, what)
+        if link.roomy:
+            self._at(self.now + seconds, self._moved, link, what, number)
+
+    def _moved(self, link: SharedLink, what: tuple[str, Run], number: int) -> None:
+        if link.ended(what, number):
+            (self._loaded if link is self.egress else self._uploaded)(*what)
+
     def _watch(self, link: SharedLink) -> None:
         """Look at a shared link when its next transfer ends, unless something changes before."""
+        if link.roomy or link.version == link.watched:
+            return
         end = link.next_end()
-        if end is not None and link.version != link.watched:
+        if end is not None:
             link.watched = link.version
             self._at(end, self._link_event, link, link.version)
 

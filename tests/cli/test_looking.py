@@ -128,7 +128,9 @@ def test_simulate_prints_one_object(recipe: str, churn: tuple[str, ...]) -> None
     facts = json.loads(result.stdout)
     assert facts["seconds"] >= facts["bound_seconds"] > 0
     assert facts.keys() >= {"plan_seconds", "handovers", "lost", "down_bytes", "up_bytes"}
-    assert "plan_seconds" in run("simulate", recipe, "--fleet", "lab-8", *churn).stdout
+    shown = run("simulate", recipe, "--fleet", "lab-8", *churn).stdout
+    assert "plan_seconds" in shown
+    assert "times as long, in" in shown, "how far simulated seconds are off is not said beside them"
 
 
 def test_simulate_replays_a_file_and_names_what_is_wrong_with_it(recipe: str, tmp_path: Path) -> None:
