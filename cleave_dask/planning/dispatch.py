@@ -22,6 +22,7 @@ something has happened, and those that had nothing to do in turn, until LOOKS of
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 from cleave_dask.planning.dispatch_state import (
     ANYONE,
@@ -87,6 +88,19 @@ class Dispatcher:
     def silent(self, device: str) -> bool:
         """Whether a device is late and was not heard of since."""
         return self._devices[device].silent
+
+    def takers(self, devices: Iterable[str]) -> dict[str, Figures]:
+        """Those of these devices that take parcels, and what they are."""
+        states = {device: self._devices.get(device) for device in devices}
+        return {device: state.figures for device, state in states.items() if state is not None and state.active}
+
+    def scatters(self, device: str) -> bool:
+        """Whether a parcel planned for a device should go out in pieces: it takes none, and several others do."""
+        return len(self._paces) > 1 and not self.takers([device])
+
+    def behind(self, device: str) -> float:
+        """Seconds until a device would be through with what waits for it."""
+        return self._waiting.behind(device)
 
     def expected(self, parcel: ParcelId, device: str) -> float:
         """Seconds that a parcel is expected to take on a device, by its figures and its pace so far."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cleave_dask.graph.ir import Gemm, Op, Step, StepGraph
 from cleave_dask.planning.values import Plan, Tiles
@@ -205,3 +206,18 @@ def deaths(graph: StepGraph, this: Round) -> list[set[str]]:
         if name not in this.publishes:
             dead[index].add(name)
     return dead
+
+
+def followers(steps: Schedule) -> dict[Any, list[tuple[str, int]]]:
+    """For each round, by number, and each job, as ("job", number): who waits for it."""
+    found: dict[Any, list[tuple[str, int]]] = {number: [] for number in range(len(steps.rounds))}
+    found |= {("job", number): [] for number in range(len(steps.jobs))}
+    for number, this in enumerate(steps.rounds):
+        for other in this.after:
+            found[other].append(("round", number))
+        for job in this.jobs:
+            found["job", job].append(("round", number))
+    for number, planned in enumerate(steps.jobs):
+        for other in planned.after:
+            found[other].append(("job", number))
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.runtime.admission import SchedulerAdmission
+from cleave_dask.runtime.dealing import Dealing
 from cleave_dask.runtime.orders import write_order
 from cleave_dask.runtime.tasks import OrderedTask
 from cleave_dask.runtime.turns import Measurements
@@ -71,6 +72,7 @@ class SteeringPlugin(SchedulerPlugin):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.dispatcher = Dispatcher(config.whole("device.window"))
+        self.dealing = Dealing(scheduler, self.dispatcher)
         self.broken: str | None = None  # why nothing is placed any more
         self.late: Counter[str] = Counter()  # parcels taken from late devices, by device
         self.quarantined: dict[str, str] = {}  # devices that sent a wrong tile, and what was wrong
@@ -131,14 +133,15 @@ class SteeringPlugin(SchedulerPlugin):
         granted = self._granted.pop(ts.key, None)
         if granted is not None and self._present(granted):
             return granted
-        ready = partial(self.dispatcher.parcel_ready, ts.key, spec.rank, filler=spec.filler)
-        device = ready(spec.device, spec.work, monotonic())
-        if device is not None:
-            ws = self._devices[device]
-            if self._present(ws):
-                return ws
+        for _ in range(2):  # a device whose worker is gone is forgotten, and the parcel is somebody else's
+            spec = self.dealing.dealt(ts)
+            place = spec.rank, spec.device, spec.work
+            device = self.dispatcher.parcel_ready(ts.key, *place, monotonic(), filler=spec.filler)
+            if device is None:
+                break
+            if self._present(self._devices[device]):
+                return self._devices[device]
             self._gone(device)
-            ready(None, spec.work, monotonic())
         self._pump_soon()
         return None
 
@@ -289,7 +292,11 @@ class SteeringPlugin(SchedulerPlugin):
     @_fatal
     def _pump(self) -> None:
         self._pumping = False
-        recommendations: dict[Key, Any] = {}
+        recommendations: dict[Key, Any] = dict.fromkeys(self.dealing.added, "waiting")
+        self.dealing.added.clear()
+        if recommendations:
+            self.scheduler.transitions(recommendations, "cleave-deal")
+        recommendations = {}
         for key, device in reversed(self.dispatcher.settle(monotonic())):  # Dask takes the last one first
             ts = self.scheduler.tasks.get(key)
             if ts is None or ts.state != "no-worker":

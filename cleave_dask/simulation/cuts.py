@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import Floats, Ints, Shape
-from cleave_dask.planning.parcels import Work, parcel_works, with_depth
+from cleave_dask.planning.parcels import Figures, Work, parcel_works, with_depth
+from cleave_dask.planning.redealing import Planned, redeal
 from cleave_dask.planning.slices import newly, segments
 from cleave_dask.planning.values import Tiles
 
@@ -26,6 +28,17 @@ class Cut:
     flops: Floats
     up: Floats  # bytes
     only: bool  # all that its device has of the gemm
+
+    def tile(self, place: int) -> Cut:
+        """One of its tiles as a parcel of its own."""
+        here, pieces = slice(place, place + 1), []
+        for whose, names, sizes in self.slices:
+            part = slice(*np.searchsorted(whose, (place, place + 1)))
+            pieces.append((whose[part] - place, names[part], sizes[part]))
+        down = float(sum(sizes.sum() for _, _, sizes in pieces))
+        work = Work(float(self.flops[place]), down, float(self.up[place]), down)
+        columns = self.tiles[here], tuple(pieces), np.array([down]), self.flops[here], self.up[here]
+        return Cut(self.device, work, *columns, only=False)
 
 
 def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
@@ -62,6 +75,46 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
         only = counts[device] == 1
         found.append(Cut(device, Work(*work), order[part], here, down[part], flops[part], up[part], only))
     return found
+
+
+def recut(
+    gemm: Gemm, tiles: Tiles, cuts: Sequence[Cut], takers: Mapping[str, Figures], behind: Mapping[str, float]
+) -> list[Cut]:
+    """The parcels of a gemm as they go out while some of its devices are no takers."""
+    planned = [Planned(each.device, each.work, tiles.ranges[each.tiles]) for each in cuts]
+    changed: set[int] = set()
+    found: list[Cut] = []
+    for numbers, dealt in redeal(gemm.kind, planned, takers, behind):
+        changed.update(numbers)
+        numbered = [np.array([cuts[parcel].tiles[place] for parcel, place in each.tiles]) for each in dealt]
+        order = np.concatenate(numbered)
+        shape, names = Shape.of(gemm), 1 + len(found) << 40  # apart from those of other groups
+        flops, up, pieces = _parts(shape, tiles.ranges[order].astype(np.int64))
+        ends = np.cumsum([len(each) for each in numbered])
+        for each, mine, end in zip(dealt, numbered, ends.tolist(), strict=True):
+            part = slice(end - len(mine), end)
+            here = tuple(_within(piece, part, names) for piece in pieces)
+            down = np.array([sum(float(sizes[place == n].sum()) for place, _, sizes in here) for n in range(len(mine))])
+            found.append(Cut(each.device, each.work, mine, here, down, flops[part], up[part], only=False))
+    return [each for number, each in enumerate(cuts) if number not in changed] + found
+
+
+def _parts(shape: Shape, ranges: Ints) -> tuple[Floats, Floats, list[tuple[Ints, Ints, Floats]]]:
+    """Flops and bytes up of tiles, and the pieces of their operands, by names that all of them share."""
+    size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
+    flops, up = size.prod(axis=1) * (shape.flops / shape.volume), size[:, 0] * size[:, 1] * shape.up_bytes
+    if shape.kind != "gemm":
+        every = np.arange(len(ranges))
+        return flops, up, [(every, every, size[:, 0] * size[:, 1] * shape.down_bytes)]
+    layer = with_depth(np.zeros(len(ranges), dtype=np.int64), ranges, shape.k)
+    spans = [(ranges[:, 0], ranges[:, 1]), (ranges[:, 2], ranges[:, 3])]
+    return flops, up, [_weighed(*segments(layer, *span), size[:, 2] * shape.down_bytes) for span in spans]
+
+
+def _within(piece: tuple[Ints, Ints, Floats], part: slice, names: int) -> tuple[Ints, Ints, Floats]:
+    """The pieces of some tiles that follow each other."""
+    here = slice(*np.searchsorted(piece[0], (part.start, part.stop)))
+    return piece[0][here] - part.start, piece[1][here] + names, piece[2][here]
 
 
 def _weighed(place: Ints, segment: Ints, length: Ints, depth: Floats) -> tuple[Ints, Ints, Floats]:

@@ -23,9 +23,9 @@ from cleave_dask.graph.ir import ITEMSIZE, Gemm
 from cleave_dask.planning.cost import Shape
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.values import Plan, Tiles
-from cleave_dask.runtime.rounds import Schedule, schedule
+from cleave_dask.runtime.rounds import Schedule, followers, schedule
 from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, MOST_ROWS, Trace
-from cleave_dask.simulation.cuts import Cut, cut
+from cleave_dask.simulation.cuts import Cut, cut, recut
 from cleave_dask.simulation.device import Attempt, Parcel, Run, SimulatedDevice
 from cleave_dask.simulation.measured import MEASURED, Costs
 from cleave_dask.simulation.sharing import SharedLink
@@ -73,7 +73,7 @@ class Simulator:
         self._left_of_job = [len(job.after) for job in self.schedule.jobs]
         self._left_of_round = [len(this.jobs) + len(this.after) for this in self.schedule.rounds]
         self._rounds_left = len(self.schedule.rounds)
-        self._followers = _followers(self.schedule)
+        self._followers = followers(self.schedule)
         self._cuts: dict[tuple[Any, ...], list[Cut]] = {}
         self._held: dict[str, list[tuple[Callable[[str, Run], None], Run]]] = {}  # by a stall
         self._under_way: dict[str, list[Attempt]] = {}  # attempts of each device, where some may leave
@@ -137,6 +137,11 @@ class Simulator:
         """All parcels of a gemm can go out."""
         job = self.schedule.jobs[number]
         cuts = self._cut(job.gemm, job.tiles)
+        if self._churning:
+            takers = self.dispatcher.takers(each.device for each in cuts)
+            if any(each.device not in takers for each in cuts):
+                behind = {name: self.dispatcher.behind(name) for name in takers} if job.gemm.role == "dW" else {}
+                cuts = recut(job.gemm, job.tiles, cuts, takers, behind)
         self._left_in_job[number] = len(cuts)
         done = 0
         for each in cuts:
@@ -172,9 +177,23 @@ class Simulator:
     def _ready(self, number: int) -> None:
         parcel = self.parcels[number]
         planned, work = parcel.cut.device, parcel.cut.work
+        if len(parcel.cut.tiles) - parcel.accepted > 1 and self._churning and self.dispatcher.scatters(planned):
+            self._split(number)
+            return
         device = self.dispatcher.parcel_ready(number, parcel.rank, planned, work, self.now, filler=parcel.filler)
         if device is not None:
             self._send(number, device)
+
+    def _split(self, number: int) -> None:
+        """A parcel whose device is not there goes out tile by tile, to whoever is free first; the largest first."""
+        parcel = self.parcels[number]
+        parts = [parcel.cut.tile(place) for place in range(parcel.accepted, len(parcel.cut.tiles))]
+        parcel.open = False
+        self.dispatcher.parcel_forgotten(number)
+        self._left_in_job[parcel.job] += len(parts) - 1
+        for place, part in enumerate(sorted(parts, key=lambda part: -part.work.up_bytes)):
+            self.parcels.append(Parcel(parcel.job, parcel.rank + place, part, parcel.filler))
+            self._ready(len(self.parcels) - 1)
 
     def _settle(self) -> None:
         for index, device in self.dispatcher.settle(self.now):
@@ -379,18 +398,3 @@ class Simulator:
         if link.version == version:
             name, run = link.pop(self.now)
             (self._loaded if link is self.egress else self._uploaded)(name, run)
-
-
-def _followers(steps: Schedule) -> dict[Any, list[tuple[str, int]]]:
-    """For each round, by number, and each job, as ("job", number): who waits for it."""
-    found: dict[Any, list[tuple[str, int]]] = {number: [] for number in range(len(steps.rounds))}
-    found |= {("job", number): [] for number in range(len(steps.jobs))}
-    for number, this in enumerate(steps.rounds):
-        for other in this.after:
-            found[other].append(("round", number))
-        for job in this.jobs:
-            found["job", job].append(("round", number))
-    for number, planned in enumerate(steps.jobs):
-        for other in planned.after:
-            found[other].append(("job", number))
-    return found

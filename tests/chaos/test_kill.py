@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Timer
 
 import torch
 from distributed import Client
 
+from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
-from tests.waiting import until_tasks
+from tests.waiting import until, until_tasks
 
 STEPS = 6
 
@@ -44,4 +47,32 @@ def test_killed_devices_change_nothing_but_the_time(chaos_seed: int) -> None:
             for step, victim in zip(steps, victims, strict=True)
         }
         assert train(client, on_step=kills) == calm
+        until_tasks(client, 0)
+
+
+def test_tiles_of_a_lost_device_are_dealt_to_all_others() -> None:
+    """Killed in mid-step, and still planned for in the next one: other parcels, the same tiles, the same losses."""
+    link = Link(bandwidth=2e6, latency=1e-3)  # slow enough that a step takes seconds, whatever else the machine does
+    devices = tuple(Device(f"device-{number}", 1e10, 1e9, link, link) for number in range(4))
+    batch = models.tokens(batch=24, length=32)
+
+    def trainer_of(client: Client) -> Trainer:
+        module = models.llama()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return Trainer(module, optimizer, client, plan=partial(plan, min_flops=0), replan=False)
+
+    with LocalFleet(Fleet(Server(), devices)) as fleet, fleet.get_client() as client:
+        with trainer_of(client) as calm:
+            expected = [calm.step(**batch) for _ in range(3)]
+        with trainer_of(client) as trainer, ThreadPoolExecutor(1) as thread:
+            losses = [trainer.step(**batch)]
+            step = thread.submit(trainer.step, **batch)
+            until(lambda: facts_of(client)["waiting"] > 2, "the step is under way")
+            os.kill(fleet.pids["device-3"], signal.SIGKILL)
+            losses += [step.result(), trainer.step(**batch)]
+            assert losses == expected
+            did = trainer.records[-1]["tiles_of"]
+            assert set(did) == {"device-0", "device-1", "device-2"}
+            assert sum(did.values()) == len(trainer.plan.tiles)
+            assert max(did.values()) < 2 * min(did.values())
         until_tasks(client, 0)

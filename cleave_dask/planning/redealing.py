@@ -1,0 +1,235 @@
+"""Redealing: a gemm is about to go out, and some device that it was planned for is not there.
+
+The grid of tiles is fixed within a step, so that the loss stays the same bit for bit, and its tiles are unequal: the
+largest keeps a device busy for a third of the gemm. If the tiles of a lost device went to whoever is free first,
+everybody would wait for whoever got that one, and for slices that others have. So they are dealt as if planned: the
+largest first, each to the device that would then be through first; and whoever would be last passes tiles on, its own
+too, while somebody else would be through with them sooner.
+
+A device's time for its tiles is the longest of its downlink, its multiplier and its uplink, which work side by side.
+Of a tile's operands only those pieces come down that no other tile of the device needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cleave_dask.planning.cost import Floats, Ints
+from cleave_dask.planning.parcels import Figures, Ranges, Work
+from cleave_dask.planning.slices import segments
+
+TOGETHER = 32
+"""Devices among which the tiles of those that are lost are dealt."""
+
+PASSES = 4
+"""Tiles that are passed on, at most, for each that is dealt."""
+
+WORTHWHILE = 0.005
+"""Part of the gemm's time that passing on a tile must save."""
+
+EARLY = 0.5
+"""Part of its results that a device is to send of its own: its first tiles make it begin early, and none may lack."""
+
+NOBODY = -1
+
+Place = tuple[int, int]
+"""A tile, as the number of its parcel and its place among the tiles of that."""
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A parcel of a gemm: whose it is, what it costs, and the ranges of its tiles (rows, cols, ks: start and stop)."""
+
+    device: str | None
+    work: Work
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A parcel as it goes out."""
+
+    device: str  # or "": whoever is free first
+    work: Work
+    tiles: tuple[Place, ...]
+    parcel: int | None  # the planned one that it is, or is left of; None: its tiles were others'
+
+
+def redeal(
+    kind: str, parcels: Sequence[Planned], takers: Mapping[str, Figures], behind: Mapping[str, float]
+) -> Iterator[tuple[list[int], list[Dealt]]]:
+    """Groups of a gemm's parcels that go out otherwise than planned, by their numbers, and those that go out instead.
+
+    No tile is left with a device that is no taker, unless there are no takers at all. A parcel of a taker keeps a tile
+    at least, and a group has no fewer parcels than before.
+    """
+    for numbers in _groups(parcels, takers):
+        yield numbers, _Deal(kind, {number: parcels[number] for number in numbers}, takers, behind).dealt()
+
+
+def scatter(kind: str, parcel: Planned) -> list[Dealt]:
+    """The tiles of a parcel as parcels of their own, for whoever is free first; the largest first."""
+    costs = TileCosts.of(kind, [parcel])
+    down = costs.needs.sum(axis=1)
+    order = np.argsort(-costs.up, kind="stable").tolist()
+    works = [Work(float(costs.flops[n]), float(down[n]), float(costs.up[n]), float(down[n])) for n in order]
+    return [Dealt("", work, ((0, place),), None) for place, work in zip(order, works, strict=True)]
+
+
+def _groups(parcels: Sequence[Planned], takers: Mapping[str, Figures]) -> Iterator[list[int]]:
+    """Parcels of devices that are neighbours in the order of the parcels, where one is lost and one is a taker."""
+    of: dict[str, list[int]] = {}
+    for number, parcel in enumerate(parcels):
+        if parcel.device is not None:
+            of.setdefault(parcel.device, []).append(number)
+    names = list(of)
+    count = max(1, round(len(names) / TOGETHER))
+    for group in range(count):
+        some = names[group * len(names) // count : (group + 1) * len(names) // count]
+        if 0 < sum(name in takers for name in some) < len(some):
+            yield [number for name in some for number in of[name]]
+
+
+@dataclass(frozen=True, eq=False)
+class TileCosts:
+    """What each of some tiles of a gemm needs."""
+
+    flops: Floats
+    up: Floats  # bytes
+    needs: Floats  # (tiles, pieces): bytes of each piece of an operand that a tile needs
+
+    @classmethod
+    def of(cls, kind: str, parcels: Sequence[Planned]) -> TileCosts:
+        """Those of all tiles of these parcels, one after another."""
+        ranges = np.concatenate([parcel.ranges for parcel in parcels]).astype(np.int64)
+        size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
+        cells, volume = size[:, 0] * size[:, 1], size.prod(axis=1)
+        work = [sum(column) for column in zip(*((p.work.flops, p.work.up_bytes) for p in parcels), strict=True)]
+        flops, up = volume * (work[0] / volume.sum()), cells * (work[1] / cells.sum())
+        if kind != "gemm":
+            down = sum(parcel.work.alone_bytes for parcel in parcels)
+            return cls(flops, up, np.diag(cells * (down / cells.sum())))
+        layer = np.unique(ranges[:, 4:], axis=0, return_inverse=True)[1].reshape(-1)
+        width = work[1] / cells.sum()  # bytes of a number, of operands as of results
+        needs = []
+        for axis in (0, 1):
+            tile, piece, length = segments(layer, ranges[:, 2 * axis], ranges[:, 2 * axis + 1])
+            table = np.zeros((len(ranges), int(piece.max()) + 1))
+            table[tile, piece] = length * size[tile, 2] * width
+            needs.append(table)
+        return cls(flops, up, np.concatenate(needs, axis=1))
+
+
+@dataclass(eq=False)
+class _Deal:
+    """Whose each tile is, and what each device has to do."""
+
+    kind: str
+    parcels: Mapping[int, Planned]
+    takers: Mapping[str, Figures]
+    behind: Mapping[str, float]
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whose = [parcel.device for parcel in self.parcels.values()]
+        self.names = [name for name in dict.fromkeys(whose) if name is not None and name in self.takers]
+        place = {name: number for number, name in enumerate(self.names)}
+        figures = [self.takers[name] for name in self.names]
+        self.rates = np.array([(one.down, one.flops, one.up) for one in figures])
+        counts = [len(parcel.ranges) for parcel in self.parcels.values()]
+        self.parcel = np.repeat(np.arange(len(counts)), counts)  # of each tile
+        self.place = np.concatenate([np.arange(count) for count in counts])  # of each tile in its parcel
+        self.owner = np.array([place.get(name or "", NOBODY) for name in whose])[self.parcel]  # planned, of each tile
+        self.kept = np.array(counts)  # tiles of each parcel that were not passed on
+        self.costs = TileCosts.of(self.kind, list(self.parcels.values()))
+        self.holder = np.full(len(self.parcel), NOBODY)
+        self.movable = np.zeros(len(self.parcel), dtype=bool)
+        for device in range(len(self.names)):
+            mine = np.flatnonzero(self.owner == device)
+            sent = np.cumsum(self.costs.up[mine])
+            self.movable[mine] = sent - self.costs.up[mine] >= EARLY * sent[-1]
+        behind = np.array([self.behind.get(name, 0.0) for name in self.names])
+        self.load = behind[:, None] * self.rates  # bytes down, flops, bytes up
+        self.uses = np.zeros((len(self.names), self.costs.needs.shape[1]), dtype=np.int64)  # tiles that need a piece
+        for tile in np.flatnonzero(self.owner >= 0).tolist():
+            self._take(tile, int(self.owner[tile]))
+
+    def dealt(self) -> list[Dealt]:
+        """Deal what nobody holds, then even it out."""
+        lost = np.flatnonzero(self.owner == NOBODY)
+        for tile in lost[np.argsort(-self.costs.up[lost], kind="stable")].tolist():
+            self.kept[self.parcel[tile]] -= 1
+            more = self._more(np.array([tile]), np.arange(len(self.names)))
+            self._take(tile, int((self._seconds(self.load + more)).argmin()))
+        for _ in range(PASSES * len(lost)):
+            if not self._improve():
+                break
+        return self._result()
+
+    def _seconds(self, load: Floats, device: int | slice = slice(None)) -> Floats:
+        return np.asarray((load / self.rates[device]).max(axis=-1))
+
+    def _more(self, tiles: Ints, devices: Ints) -> Floats:
+        """What some tiles would add to a device, or a tile to some devices."""
+        down = (self.costs.needs[tiles] * (self.uses[devices] == 0)).sum(axis=1)
+        flops, up = (np.broadcast_to(column[tiles], down.shape) for column in (self.costs.flops, self.costs.up))
+        return np.column_stack([down, flops, up])
+
+    def _less(self, tiles: Ints, device: int) -> Floats:
+        """What a device would have less to do without each of some tiles of its own."""
+        down = (self.costs.needs[tiles] * (self.uses[device] == 1)).sum(axis=1)
+        return np.column_stack([down, self.costs.flops[tiles], self.costs.up[tiles]])
+
+    def _take(self, tile: int, device: int) -> None:
+        self.load[device] += self._more(np.array([tile]), np.array([device]))[0]
+        self.uses[device] += self.costs.needs[tile] > 0
+        self.holder[tile] = device
+
+    def _improve(self) -> bool:
+        """Whoever would be last passes a tile on, if that helps."""
+        seconds = self._seconds(self.load)
+        last, first = int(seconds.argmax()), int(seconds.argmin())
+        tiles = np.flatnonzero(self.holder == last)
+        tiles = tiles[(self.owner[tiles] != last) | self.movable[tiles] & (self.kept[self.parcel[tiles]] > 1)]
+        if not len(tiles) or last == first:
+            return False
+        less, more = self._less(tiles, last), self._more(tiles, np.array([first]))
+        after = np.maximum(self._seconds(self.load[last] - less, last), self._seconds(self.load[first] + more, first))
+        best = int(after.argmin())
+        if after[best] > (1.0 - WORTHWHILE) * seconds[last]:
+            return False
+        tile = int(tiles[best])
+        self.load[last] -= less[best]
+        self.uses[last] -= self.costs.needs[tile] > 0
+        self.kept[self.parcel[tile]] -= self.owner[tile] == last
+        self._take(tile, first)
+        return True
+
+    def _result(self) -> list[Dealt]:
+        """What is left of parcels, then a parcel for each device that has others' tiles."""
+        found: list[Dealt] = []
+        own = self.holder == self.owner
+        for number, (given, parcel) in enumerate(self.parcels.items()):
+            tiles = np.flatnonzero((self.parcel == number) & own)
+            if len(tiles) == len(parcel.ranges):
+                places = tuple((given, place) for place in range(len(tiles)))
+                found.append(Dealt(parcel.device or "", parcel.work, places, given))
+            elif len(tiles):
+                found.append(self._parcel(parcel.device or "", tiles, given))
+        foreign = [(name, np.flatnonzero((self.holder == device) & ~own)) for device, name in enumerate(self.names)]
+        foreign = [(name, tiles[np.argsort(-self.costs.up[tiles], kind="stable")]) for name, tiles in foreign]
+        foreign = [(name, tiles) for name, tiles in foreign if len(tiles)]
+        while len(foreign) < np.count_nonzero(self.kept == 0):
+            name, tiles = foreign.pop(max(range(len(foreign)), key=lambda number: len(foreign[number][1])))
+            foreign += [(name, tiles[::2]), (name, tiles[1::2])]
+        return found + [self._parcel(name, tiles, None) for name, tiles in foreign]
+
+    def _parcel(self, device: str, tiles: Ints, parcel: int | None) -> Dealt:
+        numbers = list(self.parcels)
+        pairs = zip(self.parcel[tiles].tolist(), self.place[tiles].tolist(), strict=True)
+        down = float(self.costs.needs[tiles].max(axis=0).sum())  # the device has some of it from its other parcels
+        flops, up = float(self.costs.flops[tiles].sum()), float(self.costs.up[tiles].sum())
+        return Dealt(device, Work(flops, down, up, down), tuple((numbers[p], place) for p, place in pairs), parcel)
