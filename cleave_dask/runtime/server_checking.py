@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from secrets import randbits
 
 import numpy as np
-import torch
 
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.values import Tile
-from cleave_dask.runtime.server_gathering import Array, operand_slice
+from cleave_dask.runtime.server_gathering import Array, Read, operand_slice, rounded
 from cleave_dask.runtime.verification import RightSide
 from cleave_dask.runtime.verification_attention import verify_attention
 from cleave_dask.runtime.wire import as_array
 
 
 class Checker:
-    """Says whether tiles of a job are right; what tiles share is computed once.
+    """Says whether tiles of a job are right; what tiles share is computed once. `read` gives operands as they travel.
 
     Random vectors are drawn from the operating system, anew for each slice: nothing that a device could know of one
     run, one job or one tile tells it anything of another.
     """
 
-    def __init__(self, gemm: Gemm, tiles: Sequence[Tile], read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, gemm: Gemm, tiles: Sequence[Tile], read: Read) -> None:
         self.gemm = gemm
         self.tiles = tiles
-        self._read = read
+        self.read = rounded(gemm, read)
         self._right_sides: dict[tuple[Range, Range], RightSide] = {}
 
     def right(self, number: int, arrays: Sequence[Array]) -> bool:
@@ -53,5 +52,5 @@ class Checker:
         return found
 
     def _operand(self, number: int, ranges: tuple[Range, Range]) -> Array:
-        parts, axis = operand_slice(self.gemm, number, ranges, self._read, as_array)
+        parts, axis = operand_slice(self.gemm, number, ranges, self.read, as_array)
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)

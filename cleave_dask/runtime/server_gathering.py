@@ -25,6 +25,8 @@ from cleave_dask.runtime.wire_torch import from_wire
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Check = Callable[[int, Sequence[Array]], bool]
+Read = Callable[[str], torch.Tensor]
+"""A value by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +83,32 @@ class TileRejected(Exception):
     """A pushed tile that is not what was asked for."""
 
 
+def rounded(gemm: Gemm, read: Read) -> Read:
+    """`read`, with the operands of a gemm as they travel: those that are rounded for it are rounded once."""
+    if gemm.wire is None:
+        return read
+    dtypes = {part.name: dtype_of(gemm.sent_dtype(part)) for operand in gemm.inputs for part in operand.parts}
+    kept: dict[str, torch.Tensor] = {}
+
+    def read_rounded(name: str) -> torch.Tensor:
+        found = kept.get(name)
+        return kept.setdefault(name, read(name).to(dtypes[name])) if found is None else found
+
+    return read_rounded
+
+
 def operand_slice(
     gemm: Gemm,
     number: int,
     ranges: tuple[Range, Range],
-    read: Callable[[str], torch.Tensor],
+    read: Read,
     convert: Callable[[torch.Tensor], Array] = to_wire,
 ) -> tuple[list[Array], int]:
     """The parts of an operand's slice, ready to send, and the axis along which the device joins them."""
     operand = gemm.inputs[number]
     spans = ranges if gemm.kind == "gemm" else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
-    parts = [_narrow(read(operand.parts[index].name), inner) for index, inner in _parts_within(operand, spans)]
-    dtype = dtype_of(gemm.sent_dtype(operand.parts[0]))
-    return [convert(part.to(dtype)) for part in parts], operand.axis
+    parts = [convert(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)]
+    return parts, operand.axis
 
 
 def _parts_within(operand: Operand, spans: tuple[Range, Range]) -> Iterator[tuple[int, tuple[Range, Range]]]:
@@ -236,7 +251,7 @@ class Gathering:
             yield _narrow(self.outputs[index], spans), tensors[0].narrow(joined.axis, done, width)
             done += width
 
-    def finish(self, read: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+    def finish(self, read: Read) -> list[torch.Tensor]:
         """The complete outputs, biases added."""
         for output, bias in zip(self.outputs, self.gemm.biases, strict=False):
             if bias is not None:

@@ -29,7 +29,7 @@ class Product:
 
     def slice(self, step: int, job: int, operand: int, ranges: tuple[Range, Range]) -> tuple[list[Array], int]:
         """The slice of an operand that a device asks for."""
-        return operand_slice(self.gemm, operand, ranges, self._operands.__getitem__)
+        return operand_slice(self.gemm, operand, ranges, self._checker.read)
 
     def accept(
         self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt, *, check: bool = True

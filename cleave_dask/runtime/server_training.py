@@ -151,11 +151,20 @@ class Training:
         """The slice of an operand that a device asks for."""
         self._check_step(step)
         start = perf_counter()
-        parts, axis = operand_slice(self._job_gemm(job), operand, ranges, self.read)
+        parts, axis = operand_slice(self._job_gemm(job), operand, ranges, self._checker(job).read)
         with self._lock:
             self.counters.spent["slice"] += perf_counter() - start
             self.counters.down_bytes += sum(part.nbytes for part in parts)
         return parts, axis
+
+    def _checker(self, job: int) -> Checker:
+        """What knows the operands of a job as they travel, and checks its tiles."""
+        found = self._checkers.get(job)
+        if found is None:
+            assert self.lowered is not None
+            planned = self.lowered.schedule.jobs[job]
+            found = self._checkers.setdefault(job, Checker(planned.gemm, planned.tiles, self.read))
+        return found
 
     def accept(
         self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt, *, check: bool = True
@@ -195,11 +204,7 @@ class Training:
     def _right(self, job: int, tile: int, arrays: Sequence[Array]) -> bool:
         """Whether a tile is what its operands make."""
         start = perf_counter()
-        checker = self._checkers.get(job)
-        if checker is None:
-            gathering = self.gathering(job)
-            checker = self._checkers.setdefault(job, Checker(gathering.gemm, gathering.tiles, self.read))
-        right = checker.right(tile, arrays)
+        right = self._checker(job).right(tile, arrays)
         with self._lock:
             self.counters.spent["verify"] += perf_counter() - start
         return right
