@@ -18,6 +18,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
+from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import ProcessInterface, SpecCluster
 
 from cleave_dask import config
@@ -236,6 +237,10 @@ class ServedCluster(SpecCluster):
                 logs = "\n".join(worker.explain() for worker in dead or self.workers.values())
                 raise ClusterError(f"{len(missing)} of {len(wanted)} processes did not join:\n{logs}")
             await asyncio.sleep(0.05)
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        """A worker came or went. Dask would end its process a while later, even one that is just starting again."""
+        Cluster._update_worker_status(self, op, msg)
 
     def restart_worker(self, name: str) -> None:
         """Put a new process in the place of one that has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import process_time
 
+import dask
 import psutil
 import pytest
 import torch
@@ -113,3 +116,14 @@ def test_slices_come_once_and_a_server_that_dies_is_an_error_not_a_hang() -> Non
         wait_for(client, fleet.server_name, present=False)
         with pytest.raises(ClusterError, match="no server has joined"):
             Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client)
+
+
+def test_a_device_that_starts_again_is_not_taken_for_the_one_that_was_lost() -> None:
+    """Dask ends the process of a lost worker after this timeout, also one that has just taken its place."""
+    soon = dask.config.set({"distributed.deploy.lost-worker-timeout": "500 ms"})
+    with soon, LocalFleet(1) as local, local.get_client() as client:
+        os.kill(local.pids["device-0"], signal.SIGKILL)
+        wait_for(client, "device-0", present=False)
+        local.restart("device-0")
+        wait_for(client, "device-0", present=True)
+        assert list(local.pids) == ["device-0"]
