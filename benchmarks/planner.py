@@ -2,8 +2,9 @@
 
     python benchmarks/planner.py [--quick] [--models opt-1.3b ...] [--gemms] [--json out.json]
 
-For every gemm shape of the models and every fleet: predicted seconds, bound, their ratio, what binds, devices, tiles,
-tiles of a parcel, CPU seconds. Then whole steps, against k never split and equal shares, and how planning grows.
+For every gemm shape of the models and every fleet: predicted seconds, the bound of any plan, that of plans with one box
+for each device, the ratio to both, what binds, devices, tiles, tiles of a parcel, CPU seconds. Then whole steps,
+against k never split and equal shares, and how planning grows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -128,14 +130,16 @@ def measure(model: str, shape: Shape, label: str, fleet: Fleet) -> dict[str, obj
     start = process_time()
     found = tile_gemm(shape, rates, fleet.server)
     cpu = process_time() - start
-    bound, _ = gemm_bound(shape, rates, fleet.server)
+    bound, boxes = (gemm_bound(shape, rates, fleet.server, boxes=boxes)[0] for boxes in (False, True))
     return {
         "model": model,
         "shape": f"{shape.kind} {shape.m} x {shape.n} x {shape.k}",
         "fleet": label,
         "seconds": found.seconds,
         "bound": bound,
+        "boxes": boxes,
         "ratio": found.seconds / bound,
+        "to boxes": found.seconds / boxes,
         "binding": found.binding,
         "devices": len(found.devices),
         "tiles": len(found.owner),
@@ -216,11 +220,11 @@ def main() -> None:
                     seen.add((label, shape))
                     rows.append(measure(model, shape, label, fleet))
     show("one gemm", rows, console)
-    for label in (*fleets, ""):
-        values = sorted(float(str(row["ratio"])) for row in rows if row["fleet"] == label or not label)
+    for key, label in product(("ratio", "to boxes"), (*fleets, "")):
+        values = sorted(float(str(row[key])) for row in rows if row["fleet"] == label or not label)
         tenth, many = values[int(0.9 * len(values))], sum(value > 1.10 for value in values)
         summary = f"median {median(values):.3f}, 90% {tenth:.3f}, worst {values[-1]:.3f}"
-        console.print(f"{label or 'all'}: {summary}, above 1.10: {many} of {len(values)}")
+        console.print(f"{key}, {label or 'all'}: {summary}, above 1.10: {many} of {len(values)}")
     steps = [] if options.gemms else step_rows(models, quick=options.quick)
     if steps:
         show("one step, and growth", steps, console)

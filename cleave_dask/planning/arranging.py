@@ -30,7 +30,6 @@ Slabs = Callable[[Job, Ints, Floats, float], Iterator[tuple[Ints, float]]]
 class Way:
     """A way to arrange devices."""
 
-    across: int  # the axis along which zones and columns stand side by side
     zones: Ints  # of each device
     slabs: Slabs
 
@@ -40,20 +39,19 @@ def ways(job: Job, *, split_k: bool) -> Iterator[Way]:
 
     For each of them, slabs by volume and slabs by what devices can send; of large fleets only the likeliest.
     """
-    across = 0 if job.shape.m >= job.shape.n else 1
     count = len(job.volume)
     if not split_k or (job.best[_K] >= job.shape.k).all():
-        yield Way(across, np.zeros(count, dtype=np.int64), _whole)
+        yield Way(np.zeros(count, dtype=np.int64), _whole)
         return
-    for number, zones in enumerate(_zonings(job, across)):
-        yield Way(across, zones, _covering_slabs)
+    for number, zones in enumerate(_zonings(job)):
+        yield Way(zones, _covering_slabs)
         if number == 0 or count <= _MANY_DEVICES:
-            yield Way(across, zones, _slabs)
+            yield Way(zones, _slabs)
 
 
-def _zonings(job: Job, across: int) -> Iterator[Ints]:
+def _zonings(job: Job) -> Iterator[Ints]:
     """The zone of each device, in several ways."""
-    count = len(job.volume)
+    count, across = len(job.volume), job.shape.longer
     yield np.zeros(count, dtype=np.int64)
     face = float(job.shape.extents[1 - across]) * job.shape.k
     for least in (1.2, 4.0) if count <= _MANY_DEVICES else (2.5,):
@@ -86,7 +84,8 @@ def _whole(job: Job, members: Ints, depth: Floats, area: float) -> Iterator[tupl
 
 def arrange(job: Job, way: Way, depth: Floats) -> Arrangement:
     """Devices of each zone sorted into slabs, of each slab into columns, with boxes of exactly the wanted volumes."""
-    across, length = way.across, float(job.shape.extents[1 - way.across])
+    across = job.shape.longer
+    length = float(job.shape.extents[1 - across])
     orders: list[Ints] = []
     columns: list[Ints] = []
     slab_of: list[Ints] = []
@@ -173,14 +172,19 @@ def _evened(sent: Floats, group: Ints) -> Ints:
 
 
 def _columns(job: Job, members: Ints, thickness: float, length: float, reach: float) -> tuple[Ints, Ints]:
-    """Devices of a slab in columns, the largest first. A box x wide and area / x high takes (x + area / x) down."""
+    """Devices of a slab in columns, the largest first. A box x wide and area / x high takes (x + area / x) down.
+
+    A device that wants its boxes r times as wide as high has x + r area / x in mind.
+    """
     members = members[np.argsort(-job.volume[members], kind="stable")]
     area = job.volume[members] / thickness
     pace = job.volume[members] / job.rates.down[members]
-    wanted = np.minimum(np.sqrt(area), reach)
+    across = job.shape.longer
+    stout = area * (job.best[across] / job.best[1 - across])[members]
+    wanted = np.minimum(np.sqrt(stout), reach)
     if len(members) > _MANY:
         return members, _grouped(area / (length * wanted))
-    return members, _partition(area / length, pace, pace * area, steep=False, wanted=wanted)
+    return members, _partition(area / length, pace, pace * stout, steep=False, wanted=wanted)
 
 
 def _grouped(shares: Floats) -> Ints:

@@ -155,8 +155,8 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
 
     The stages are linear in the height h: p + q = d + d' h, W = w' h. With t seconds left, d + d' h <= t; while W is
     the longest, also w' h + d d' / w' <= t; from there Newton's method takes the strips into account. If the operands
-    do not fit into memory, the slice along the width stays, d + w' h <= t; and if not even that fits, the one along the
-    height must, or the width comes down again: then the downlink needs (1 + 2 w k / room) h.
+    do not fit into memory, the slice along the width stays, d + w' h <= t, or the one along the height,
+    d' h + w' h <= t; and if neither fits, the width comes down again: then the downlink needs (1 + 2 w k / room) h.
     """
     extents = np.empty((3, len(width)))
     extents[across], extents[1 - across], extents[_K] = width, 0.0, thickness
@@ -175,8 +175,10 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
         below = box_seconds(fixed, slope[0] * 0.95 * growing, work * 0.95 * growing, job.strips)
         growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     growing = np.where(endless, np.minimum(free, left / work), growing)
-    streaming = np.minimum(free, np.where(endless, left, left - fixed) / work)
     kept = resident(job.shape, job.rates)
+    along = np.where(endless, left, left - fixed) / work * (width * thickness <= kept)
+    upright = np.minimum(left / np.where(endless, work, slope[0] + work), kept / thickness)
+    streaming = np.minimum(free, np.maximum(along, upright))
     fitting = kept / thickness - width
     height = np.where(growing <= fitting, growing, np.maximum(fitting, np.minimum(growing, streaming)))
     if (width * thickness > kept).any():

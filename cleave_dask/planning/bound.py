@@ -4,19 +4,23 @@ The plan space. A gemm is cut into cuboids (a batched op into ranges of cells), 
 by one device that has received the operands it needs, an operand number once at most for all its tiles, and that sends
 its result. The server sends and takes everything, devices do not talk to each other. The scheduler turns to one
 parcel after another for `scheduler_seconds` each before it can start, and every device needs at least one. The links'
-latency passes before a device's first result is back. Memory is left out: it can only make plans slower.
+latency passes before a device's first result is back. Memory is left out: it can only make plans slower. With `boxes`
+the plan space is narrower, and the bound sharper: a device's tiles of a gemm are those of one box, as in all plans that
+`tiling` makes.
 
 Why it is a bound. `capacity.most` caps what a device can do in a time by the inequality of Loomis and Whitney, for any
 set of cuboids, and `capacity.lines` by the whole number of devices behind each number of the result. The device whose
 first parcel is in the scheduler's slot j has T - j s - latency seconds, and so a worth in that slot. The most that
 devices can be worth together is an assignment problem; for any prices of slots, the price of all slots plus each
 device's best gain at those prices is above it (weak duality). If even that is below what the gemm needs, T is too
-short. The server's links are bounded in the same way, by what must cross them at least.
+short, and so is all that is less, even where its own prices do not show it. The server's links are bounded in the same
+way, by what must cross them at least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,21 +32,26 @@ from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
 _SLOT_GROUPS = (32, 96)  # slots of a group are priced alike, and are worth what the first of the group is
 _ALPHAS = (1.0, 0.85, 0.7, 0.55)  # volume against whole lines: each is a bound, the best of them is taken
 _PRECISION = 5e-4
+_FURTHER = np.arange(1.01, 1.13, 0.01)  # times what was found: of whole cells, a little more time may be worth less
 
 
 def gemm_bound(
-    shape: Shape, rates: Rates, server: Server, *, scheduler_seconds: float = SCHEDULER_SECONDS
+    shape: Shape, rates: Rates, server: Server, *, boxes: bool = False, scheduler_seconds: float = SCHEDULER_SECONDS
 ) -> tuple[float, str]:
     """Seconds below which no plan can finish a gemm of this shape alone, and the resource that says so."""
     free, alpha = 0.0, 1.0
     for tried in _ALPHAS if shape.kind == "gemm" else (1.0,):
-        found = _by_devices(shape, rates, alpha=tried, slot=0.0, start=free)
+        found = _by_devices(_Worth(shape, rates, tried, boxes), slot=0.0, start=free)
         free, alpha = (found, tried) if found > free else (free, alpha)
-    slot = scheduler_seconds
+    slot, worth = scheduler_seconds, _Worth(shape, rates, alpha, boxes)
     by_devices = free
     for groups in _SLOT_GROUPS if slot else ():
-        by_devices = _by_devices(shape, rates, alpha=alpha, slot=slot, start=by_devices, groups=groups)
-    by_egress = _least(lambda t: _sent(shape, rates, server, t) >= shape.volume)
+        by_devices = _by_devices(worth, slot=slot, start=by_devices, groups=groups)
+    if slot and shape.kind != "gemm":
+        longer = (by_devices * _FURTHER).tolist()
+        short = [t for t in longer if _in_slots(worth, t, slot, _SLOT_GROUPS[-1]) < shape.volume * (1 - 1e-9)]
+        by_devices = max([by_devices, *short])
+    by_egress = _least(lambda t: _sent(shape, rates, server, t) >= shape.volume, start=by_devices)
     by_ingress = shape.m * shape.n * shape.up_bytes / server.ingress
     found = max(by_devices, by_egress, by_ingress)
     if found == by_devices:
@@ -102,35 +111,41 @@ def _least_down(shape: Shape) -> float:
     return (shape.m + shape.n) * shape.k * shape.down_bytes
 
 
-def _by_devices(shape: Shape, rates: Rates, *, alpha: float, slot: float, start: float, groups: int = 1) -> float:
+@dataclass(frozen=True)
+class _Worth:
+    """What devices can do at most of a gemm, by the time they have."""
+
+    shape: Shape
+    rates: Rates
+    alpha: float  # volume against whole lines
+    boxes: bool
+
+    def __call__(self, seconds: Floats) -> Floats:
+        """Lines of a gemm, whole cells of anything else, that each device can do by `seconds`."""
+        left = seconds - self.rates.latency
+        if self.shape.kind != "gemm":
+            return np.floor(most(self.shape, self.rates, left)[0] * (1 + 1e-9))
+        return lines(self.shape, self.rates, left, self.alpha, boxes=self.boxes)
+
+
+def _by_devices(worth: _Worth, *, slot: float, start: float, groups: int = 1) -> float:
     """Seconds, more than `start`, below which the devices cannot do a gemm."""
-    needed = shape.volume / shape.k * (1 - 1e-9)  # a sum that is rounded down may be all the same
-
-    def enough(seconds: float) -> bool:
-        if slot:
-            return _in_slots(shape, rates, seconds, alpha, slot, groups) >= needed
-        return float(_worth(shape, rates, np.full(1, seconds), alpha).sum()) >= needed
-
-    return _least(enough, start=start)
+    needed = worth.shape.m * worth.shape.n * (1 - 1e-9)  # a sum that is rounded down may be all the same
+    if slot:
+        return _least(lambda seconds: _in_slots(worth, seconds, slot, groups) >= needed, start=start)
+    return _least(lambda seconds: float(worth(np.full(1, seconds)).sum()) >= needed, start=start)
 
 
-def _worth(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
-    """What each device can do at most by `seconds`: lines of a gemm, whole cells of anything else."""
-    if shape.kind != "gemm":
-        return np.floor(most(shape, rates, seconds - rates.latency)[0] * (1 + 1e-9))
-    return lines(shape, rates, seconds - rates.latency, alpha)
-
-
-def _in_slots(shape: Shape, rates: Rates, seconds: float, alpha: float, slot: float, groups: int) -> float:
+def _in_slots(worths: _Worth, seconds: float, slot: float, groups: int) -> float:
     """At least what the fleet can do in `seconds` when the scheduler starts one device per slot.
 
     Prices as if the most worthy came first: the difference of the prices of two slots is what it costs those who have
     the first of them to wait for the second.
     """
-    slots = min(len(rates), int(seconds / slot) + 1)
+    slots = min(len(worths.rates), int(seconds / slot) + 1)
     firsts = np.unique(np.arange(groups + 1) * slots // groups)[:-1].astype(np.float64)
     sizes = np.diff(np.append(firsts, slots)).astype(np.int64)
-    worth = _worth(shape, rates, (seconds - slot * (firsts + 1))[:, None], alpha)
+    worth = worths((seconds - slot * (firsts + 1))[:, None])
     order = np.argsort(-worth[0], kind="stable")
     group = np.repeat(np.arange(len(firsts)), sizes)
     holders = order[: len(group)]
@@ -173,7 +188,7 @@ def _least(enough: Callable[[float], bool], *, start: float = 0.0) -> float:
     step = _PRECISION if start else 0.5
     low, high = start, max(1e-9, (1 + step) * start)
     while not enough(high):
-        step = min(0.5, 2 * step)
+        step = min(3.0, 2 * step)
         low, high = high, (1 + step) * high
         if high > 1e18:
             return float("inf")

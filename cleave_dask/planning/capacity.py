@@ -25,7 +25,10 @@ hand side is 8 s^(3/2) / (3 pi). So V / V* <= (1 - s) z + 8 s^(3/2) / (3 pi) for
 
     V <= V* (z - pi^2 z^3 / 48)   if z <= 4 / pi,        else   V <= 8 / (3 pi) V* = 0.849 V*
 
-A box in growing order (`growing`) reaches V* (z - z^3 / 4), at most 0.770 V*.
+Boxes. If all that a device does of a gemm is one box, the same rows and columns in every plane, then all n are alike
+and z sqrt(nu - 1 + t) <= t for every t: nu <= 1 - z^2 / 4, or 1 / z^2 from z = sqrt(2) on. With the best of planes:
+
+    V <= V* (z - z^3 / 4)   if z <= sqrt(4 / 3),   else   V <= 0.770 V*      (attained in growing order, see `growing`)
 
 Lines (`lines`). Call the K multiplications behind one number of C a line. Lines are covered by whole numbers of
 devices: one alone, or at least two. So a line can be booked as 1 to a device that does all of it, and as 1/2 to each
@@ -37,8 +40,9 @@ with c1 lines that the device does alone and c2 of which it does a part. What is
 plane of one k, v products need at least f(v) numbers of A and B, f(v) = 2 sqrt(v), or l + v / l from l^2 on, which is
 concave in v. So it does best with only two sorts of planes: all c = c1 + c2 lines in some, the c1 alone in the others;
 and the booking is then convex in f(c1), so the best c1 is the least or the greatest: 0, or f(c1) = D / K.
-The lines that a device does alone are in every plane, so z sqrt(nu - 1 + t) <= t for every t: nu <= 1 - z^2 / 4, or
-1 / z^2 from z = sqrt(2) on. So it books no more than alpha times its causal volume and these, (c + c1) / 2, either.
+The lines that a device does alone are in every plane, a box: nu <= 1 - z^2 / 4, or 1 / z^2 from z = sqrt(2) on. So it
+books no more than alpha times its causal volume and these, (c + c1) / 2, either. One box books all its lines, or each
+of them half.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ import numpy as np
 from cleave_dask.planning.cost import Floats, Rates, Shape
 
 
-def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
-    """More than this volume no device can do in `seconds`; and the results that it can send."""
+def most(shape: Shape, rates: Rates, seconds: Floats, *, boxes: bool = False) -> tuple[Floats, Floats]:
+    """More than this volume no device can do in `seconds` (boxes: in one box); and the results that it can send."""
     time = np.maximum(seconds, 0.0)
     compute = rates.flops * time * (shape.volume / shape.flops)
     if shape.kind != "gemm":
@@ -60,22 +64,24 @@ def most(shape: Shape, rates: Rates, seconds: Floats) -> tuple[Floats, Floats]:
     received = rates.down * time / shape.down_bytes
     results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
     volume = np.minimum(received * reach(shape, results), np.minimum(compute, results * shape.k))
-    volume = np.minimum(volume, causal(received, rates.up * time / shape.up_bytes, shape.k))
+    volume = np.minimum(volume, causal(received, rates.up * time / shape.up_bytes, shape.k, boxes=boxes))
     return np.minimum(volume, shape.volume), results
 
 
-def causal(received: Floats, sent: Floats, depth: int) -> Floats:
+def causal(received: Floats, sent: Floats, depth: int, *, boxes: bool = False) -> Floats:
     """Volume that receiving and sending so many numbers allows, since operands come before results."""
+    bend = 0.25 if boxes else np.pi**2 / 48.0
     z = 2.0 * depth * np.sqrt(sent) / np.maximum(received, 1e-300)
-    z = np.minimum(z, 4.0 / np.pi)  # where it is greatest: 8 / (3 pi)
-    part = z - np.pi**2 / 48.0 * z * z * z
+    z = np.minimum(z, (3.0 * bend) ** -0.5)  # where it is greatest
+    part = z - bend * z * z * z
     return np.asarray(part * received * np.sqrt(sent) / 2.0, dtype=np.float64)
 
 
-def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
+def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float, *, boxes: bool = False) -> Floats:
     """The most lines of a gemm that each device can book in `seconds`, by volume (alpha) and whole (1 - alpha)."""
+    volume = most(shape, rates, seconds, boxes=boxes)[0] / shape.k
     if alpha == 1.0:
-        return most(shape, rates, seconds)[0] / shape.k
+        return volume
     time, side = np.maximum(seconds, 0.0), float(min(shape.m, shape.n))
     received, sent = rates.down * time / (shape.down_bytes * shape.k), rates.up * time / shape.up_bytes
     results = np.minimum(sent, shape.m * shape.n)
@@ -83,7 +89,9 @@ def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float) -> Floats:
     parts = alpha * np.minimum(received * reach(shape, results), results) + (1 - alpha) * results / 2.0
     booked = np.maximum(alpha * alone + (1 - alpha) * (results + alone) / 2.0, parts)
     alone = np.minimum(alone, np.maximum(sent / 2.0, sent * (1.0 - sent / np.maximum(received, 1e-100) ** 2)))
-    limited = alpha * most(shape, rates, seconds)[0] / shape.k + (1 - alpha) * (results + alone) / 2.0
+    if boxes:
+        return np.asarray(np.maximum(np.minimum(alone, volume), alpha * volume + (1 - alpha) * results / 2.0))
+    limited = alpha * volume + (1 - alpha) * (results + alone) / 2.0
     return np.asarray(np.minimum(booked, limited), dtype=np.float64)
 
 

@@ -82,6 +82,11 @@ class Shape:
         """Rows, columns, k."""
         return self.m, self.n, self.k
 
+    @property
+    def longer(self) -> int:
+        """The axis, rows (0) or columns (1), along which there is more: boxes of devices stand in columns across it."""
+        return 0 if self.m >= self.n else 1
+
 
 @dataclass(frozen=True)
 class Rates:

@@ -11,6 +11,7 @@ products are dealt out cell by cell in the same proportions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from cleave_dask.planning.cost import (
     Ints,
     Rates,
     Shape,
+    resident,
     smallest_bytes,
 )
 from cleave_dask.planning.cutting import cut_boxes
@@ -31,7 +33,7 @@ from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewes
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
 
-_LEAST_TILE = 0.025  # seconds: shorter tiles cost more in messages than their overlap brings
+_LEAST_TILE = 0.0125  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take
@@ -48,7 +50,7 @@ class Shares:
     devices: Ints  # those that take part
     start: Floats  # seconds before each one's first byte moves
     volume: Floats  # multiplications, or cells, of each
-    results: Floats  # numbers that each would best send back
+    box: Floats  # (3, devices): rows, columns and k of each one's best box
     tiles: Ints  # that each one's box may be cut into at most
     strips: Ints  # that count for its overlap; ENDLESS if tiles of others fill its gaps
 
@@ -114,32 +116,60 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     shortest = _FILLER_TILE if filler else _LEAST_TILE
     tiles = np.maximum(1, np.rint(np.maximum(seconds - start, 0.0) / shortest).astype(np.int64))
     strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles, MOST_STRIPS)
-    volume, results = _overlapped(shape, rates.take(order), seconds - start, strips, tiles)
     if shape.kind == "gemm":
+        box = _largest_box(shape, rates.take(order), np.maximum(seconds - start, 0.0), strips)
+        volume = box.prod(axis=0)
         worth = volume > _WORTH * volume.sum() / max(1, (volume > 0).sum())
     else:
-        volume = np.floor(volume * (1 + 1e-9))
-        worth = volume > 0
-    return Shares(seconds, order[worth], start[worth], volume[worth], results[worth], tiles[worth], strips[worth])
+        volume = np.floor(_cells(shape, rates.take(order), seconds - start, tiles, filler) * (1 + 1e-9))
+        box, worth = np.ones((3, len(order))), volume > 0
+    return Shares(seconds, order[worth], start[worth], volume[worth], box[:, worth], tiles[worth], strips[worth])
 
 
-def _overlapped(shape: Shape, rates: Rates, seconds: Floats, strips: Ints, many: Ints) -> tuple[Floats, Floats]:
-    """The volume that each device can do in `seconds` with its box in so many strips, and the results it sends."""
-    if shape.kind != "gemm":
-        volume, _ = most(shape, rates, seconds)
-        stages, tiles = cell_seconds(shape, rates), np.where(strips == ENDLESS, np.inf, many)
-        busiest, others = stages.max(axis=0), stages.sum(axis=0) - stages.max(axis=0)
-        evenly = np.minimum(np.maximum(seconds, 0.0) / (busiest + others / tiles), shape.volume)
-        volume = np.where(evenly >= tiles, evenly, volume)
-        return volume, volume
-    left = np.maximum(seconds, 0.0)
+def _cells(shape: Shape, rates: Rates, seconds: Floats, tiles: Ints, filler: bool) -> Floats:
+    """The cells of a batched op that each device can do in `seconds` in so many tiles."""
+    volume, _ = most(shape, rates, seconds)
+    stages, many = cell_seconds(shape, rates), np.where(filler, np.inf, tiles)
+    busiest, others = stages.max(axis=0), stages.sum(axis=0) - stages.max(axis=0)
+    evenly = np.minimum(np.maximum(seconds, 0.0) / (busiest + others / many), shape.volume)
+    return np.where(evenly >= many, evenly, volume)
+
+
+def _largest_box(shape: Shape, rates: Rates, seconds: Floats, strips: Ints) -> Floats:
+    """(3, devices): the largest box that each device can do in `seconds` with its memory: grown, or streamed."""
     ones, none = np.ones(len(rates)), np.zeros(len(rates))
-    time, job = left, Job(shape, rates, none, strips, left, left[None], ones)
-    for _ in range(_SHRINKS):
-        box = _best_box(shape, rates, time, strips)
-        time = time * np.clip(left / np.maximum(finish_seconds(job, box), 1e-300), 0.2, 1.0)
-    rows, cols, depth = _best_box(shape, rates, time, strips)
-    return rows * cols * depth, rows * cols
+    job = Job(shape, rates, none, strips, seconds, seconds[None], ones)
+
+    def shrunk(best: Callable[[Shape, Rates, Floats, Ints], Floats]) -> Floats:
+        time = seconds
+        for _ in range(_SHRINKS):
+            box = best(shape, rates, time, strips)
+            time = time * np.clip(seconds / np.maximum(finish_seconds(job, box), 1e-300), 0.2, 1.0)
+        return best(shape, rates, time, strips)
+
+    grown = shrunk(_best_box)
+    full = (grown[0] + grown[1]) * grown[2] > 0.95 * resident(shape, rates)
+    if not full.any():
+        return grown
+    streamed = shrunk(_streamed_box)
+    return np.where(full & (streamed.prod(axis=0) > grown.prod(axis=0)), streamed, grown)
+
+
+def _streamed_box(shape: Shape, rates: Rates, seconds: Floats, strips: Ints) -> Floats:
+    """(3, devices): the largest box that takes `seconds` if one slice stays in memory while tiles stream past it.
+
+    With q seconds for the slice that stays and p = T - q for the others, p sqrt(q) of volume: q = T / 3, if it fits.
+    """
+    speed = rates.down / shape.down_bytes  # numbers per second
+    stays = np.minimum(seconds / 3.0, resident(shape, rates) / speed)
+    flows = seconds - stays
+    area = np.minimum(rates.up * flows / shape.up_bytes, shape.m * shape.n)
+    depth = np.minimum(speed * np.sqrt(stays * flows / np.maximum(area, 1e-300)), shape.k)
+    across = shape.longer
+    short = np.minimum(np.minimum(stays * speed / np.maximum(depth, 1e-300), np.sqrt(area)), shape.extents[1 - across])
+    long = np.minimum(area / np.maximum(short, 1e-300), flows * speed / np.maximum(depth, 1e-300))
+    sides = np.minimum(long, shape.extents[across]), short
+    return np.stack([*(sides if across == 0 else sides[::-1]), depth])
 
 
 def _best_box(shape: Shape, rates: Rates, seconds: Floats, strips: Ints) -> Floats:
@@ -185,15 +215,13 @@ def _laid_out(
 
     if shape.kind != "gemm":
         return cut(*_dealt(shape, shares))
-    rows_cols = _best_sides(shape, shares.results)
-    depth = np.clip(shares.volume / np.maximum(shares.results, 1.0), 1e-9, shape.k)
-    best = np.stack([*rows_cols, depth if split_k else np.full(len(depth), float(shape.k))])
-    here, drag = slowed.take(shares.devices), np.ones(len(depth))
+    best = shares.box if split_k else np.stack([*shares.box[:2], np.full(len(shares.devices), float(shape.k))])
+    here, drag = slowed.take(shares.devices), np.ones(len(shares.devices))
     strips = shares.tiles if filler else _strips(shape, here, best, shares.tiles)
     overlap = np.where(shares.strips == ENDLESS, ENDLESS, strips)
     job = Job(shape, here, shares.start, overlap, shares.volume, best, drag)
     drafts = pack(job, split_k=split_k, many=1 if filler else _PRICED)
-    found = [(laid(draft), draft) for draft in drafts[: 1 if len(depth) > _MANY_DEVICES else _PRICED]]
+    found = [(laid(draft), draft) for draft in drafts[: 1 if len(shares.devices) > _MANY_DEVICES else _PRICED]]
     layout, draft = min(found, key=lambda pair: pair[0].seconds)
     again = layout
     for _ in range(0 if filler else _AGAIN):

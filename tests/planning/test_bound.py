@@ -42,7 +42,9 @@ def test_no_assignment_of_cubes_beats_the_bound(fleet: Fleet, size: tuple[int, i
 def test_no_plan_beats_its_bound(fleet: Fleet, size: tuple[int, int, int], slot: float) -> None:
     what, rates = shape(*size), Rates.of(fleet)
     bound, _ = gemm_bound(what, rates, fleet.server, scheduler_seconds=slot)
+    boxes, _ = gemm_bound(what, rates, fleet.server, boxes=True, scheduler_seconds=slot)
     found = tile_gemm(what, rates, fleet.server, scheduler_seconds=slot)
+    assert bound * (1 - 2e-3) <= boxes <= found.seconds * (1 + 1e-9)
     assert found.seconds >= bound * (1 - 1e-9)
     assert (found.memory <= rates.memory[found.devices]).all()
 
@@ -60,10 +62,12 @@ def test_capacity_holds_for_every_cuboid(box: tuple[int, int, int], size: tuple[
     grown = np.where(down <= 2 * up, up + down**2 / (4 * up), down)  # endlessly many tiles, in growing order
     together = np.maximum(grown, compute)
     assert most(what, rates, together)[0][0] >= m * n * k * (1 - 1e-9)
+    assert most(what, rates, together, boxes=True)[0][0] >= m * n * k * (1 - 1e-9)
     whole = m * n if k == what.k else m * n / 2
     for alpha in (0.2, 0.55, 0.85, 1.0):
         booked = alpha * m * n * k / what.k + (1 - alpha) * whole
         assert lines(what, rates, together, alpha)[0] >= booked * (1 - 1e-9)
+        assert lines(what, rates, together, alpha, boxes=True)[0] >= booked * (1 - 1e-9)
 
 
 def uneven(*devices: tuple[float, float]) -> Fleet:
@@ -87,6 +91,8 @@ def test_plans_come_close_to_the_best_of_all_guillotine_cuts(
     )
     found = tile_gemm(what, rates, fleet.server, scheduler_seconds=0.0).seconds
     assert found <= 1.10 * best
+    for boxes in (False, True):
+        assert gemm_bound(what, rates, fleet.server, boxes=boxes, scheduler_seconds=0.0)[0] <= best * (1 + 1e-9)
 
 
 def cuts(size: tuple[int, int, int], devices: int) -> list[tuple[list[list[int]], list[int]]]:
