@@ -121,7 +121,7 @@ def longest(job: Job, draft: Arrangement) -> float:
     return float(np.where(draft.height >= 0.5, finish, 0.0).max())
 
 
-def balanced(job: Job, draft: Arrangement) -> Arrangement:
+def balanced(job: Job, draft: Arrangement, *, sweeps: int = _SWEEPS) -> Arrangement:
     """The arrangement with the sizes at which all devices finish together.
 
     For a time T every device has a greatest height in its column. Columns whose heights exceed the cuboid become
@@ -132,7 +132,7 @@ def balanced(job: Job, draft: Arrangement) -> Arrangement:
     best, shortest = draft, longest(job, draft)
     time, offset = shortest, float(np.average(ordered.start, weights=ordered.volume))
     reach, thickness, width = draft.reach, draft.thickness, draft.width
-    for sweep in range(_SWEEPS):
+    for sweep in range(sweeps):
         height = _heights(ordered, draft.across, time, thickness[draft.slab][draft.column], width[draft.column])
         if sweep >= _FIRST and sweep % 2 and (np.bincount(draft.column, height) > 0).all():
             found = fitted(job.shape, replace(draft, reach=reach, thickness=thickness, width=width, height=height))

@@ -61,8 +61,8 @@ def square_seconds(down: Floats, work: Floats, strips: Integers) -> Floats:
     ratio = np.clip(work / np.maximum(down, 1e-300), _RATIOS[0], _RATIOS[-1])
     place = np.log(ratio / _RATIOS[0]) * ((len(_RATIOS) - 1) / np.log(_RATIOS[-1] / _RATIOS[0]))
     low = np.minimum(place.astype(np.int64), len(_RATIOS) - 2)
-    table, part = _table(), place - low
-    lag = table[strips, low] * (1.0 - part) + table[strips, low + 1] * part
+    table, part, cell = _table().ravel(), place - low, strips * len(_RATIOS) + low
+    lag = table.take(cell) * (1.0 - part) + table.take(cell + 1) * part
     return np.asarray(np.maximum(down, work) + down * lag, dtype=np.float64)
 
 
@@ -106,13 +106,24 @@ def strip_edges(rows: Floats, cols: Floats, work: Floats, lesser: Floats, strips
     two beginnings, a square and a strip as long as the box, the one with which it is done first. Cuts are on multiples
     of `grain` seconds.
     """
-    box = rows, cols, work, lesser, strips
-    times = [_least(*box, along=along, grain=grain) for along in (False, True)]
-    squarely, lengthwise = (
-        np.array(_grown(*box, time, along=bool(n), grain=grain)).transpose(2, 1, 0) for n, time in enumerate(times)
-    )
-    reached = np.where((times[0] <= times[1])[:, None, None], squarely, lengthwise)
-    return np.concatenate([np.zeros((len(rows), 2, 1)), reached], axis=2)
+    found = np.zeros((len(rows), 2, int(strips.max(initial=1)) + 1))
+    widest = _between(rows, cols, work, lesser)
+    near = (widest[1] - widest[0]) / 16
+    roughly = [_least(rows, cols, work, lesser, strips, widest, along=along, precision=5) for along in (False, True)]
+    for along, better in ((False, roughly[0] <= roughly[1]), (True, roughly[0] > roughly[1])):
+        if better.any():
+            box = rows[better], cols[better], work[better], lesser[better], strips[better]
+            nearer = (roughly[along] - near)[better], (roughly[along] + near)[better]
+            time = _least(*box, nearer, along=along, grain=grain[better], precision=6)
+            grown = np.array(_grown(*box, time, along=along, grain=grain[better])).transpose(2, 1, 0)
+            found[better, :, 1 : grown.shape[2] + 1] = grown
+            found[better, :, grown.shape[2] + 1 :] = grown[:, :, -1:]
+    return found
+
+
+def _between(rows: Floats, cols: Floats, work: Floats, lesser: Floats) -> tuple[Floats, Floats]:
+    """Seconds of boxes if all overlaps, and if nothing does."""
+    return np.maximum(rows + cols, work), rows + cols + work + lesser
 
 
 def _least(
@@ -121,13 +132,14 @@ def _least(
     work: Floats,
     lesser: Floats,
     strips: Ints,
+    between: tuple[Floats, Floats],
     *,
     along: bool,
+    precision: int,
     grain: Floats | None = None,
-    precision: int = 9,
 ) -> Floats:
-    """The least seconds in which boxes are done in so many strips, to one part in 2^precision of what overlaps."""
-    low, high = np.maximum(rows + cols, work), rows + cols + work + lesser
+    """The least seconds `between` two in which boxes are done in so many strips, to one part in 2^precision of them."""
+    low, high = between
     for _ in range(precision):
         middle = (low + high) / 2
         x, y = _grown(rows, cols, work, lesser, strips, middle, along=along, grain=grain)[-1]
@@ -188,7 +200,8 @@ def _table() -> Floats:
     """(strips, ratios): seconds beyond the longer stage, in units of D. Row 0: endlessly many that nobody waits for."""
     strips, ratio = np.repeat(np.arange(1, MOST_STRIPS + 1), len(_RATIOS)), np.tile(_RATIOS, MOST_STRIPS)
     half, none = np.full(len(ratio), 0.5), np.zeros(len(ratio))
-    found = [_least(half, half, ratio, none, strips, along=along, precision=16) for along in (False, True)]
+    widest = _between(half, half, ratio, none)
+    found = [_least(half, half, ratio, none, strips, widest, along=along, precision=16) for along in (False, True)]
     lag = (np.minimum(*found) - np.maximum(1.0, ratio)).reshape(MOST_STRIPS, len(_RATIOS))
     return np.concatenate([np.zeros((1, len(_RATIOS))), np.minimum.accumulate(lag, axis=0)])
 

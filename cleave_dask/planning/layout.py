@@ -112,7 +112,8 @@ def lay_out(
     place: Ints | None = None,
 ) -> Layout:
     """The layout of these tiles, priced; `place` is that of each device in the scheduler's queue."""
-    order = np.lexsort(ranges.T[[3, 2, 1, 0, 5, 4]])
+    rows, cols, ks = ranges[:, 0::2].T * (np.array(shape.extents)[:, None] + 1) + ranges[:, 1::2].T
+    order = np.lexsort((cols, rows, ks))
     ranges, owner = ranges[order], owner[order]
     devices = np.unique(owner)
     here = rates.take(devices)

@@ -92,9 +92,10 @@ def volume_share(shape: Shape, rates: Rates, slot: float) -> float:
 
 def _divide(shape: Shape, rates: Rates, slot: float, *, filler: bool) -> Shares:
     """The least time in which the devices together can do the gemm, and who does how much in how many tiles."""
-    low, high = 0.0, 1e-3
+    low, step = _fewest_seconds(shape, rates), 1.1
+    high = step * low
     while (shares := _fitting(shape, rates, slot, high, filler)).volume.sum() < shape.volume:
-        low, high = high, 2.0 * high
+        low, high, step = high, step * high, min(2.0, 1.2 * step)
         assert high < 1e15, f"nobody has the memory for {shape}"
     while high - low > 4e-3 * high:
         middle = (low + high) / 2
@@ -104,6 +105,18 @@ def _divide(shape: Shape, rates: Rates, slot: float, *, filler: bool) -> Shares:
         else:
             low = middle
     return shares
+
+
+def _fewest_seconds(shape: Shape, rates: Rates) -> float:
+    """Seconds in which the devices cannot do the gemm, whatever their boxes; in a tenth more perhaps."""
+    low, high = 0.0, 1e-3
+    while most(shape, rates, high - rates.latency)[0].sum() < shape.volume:
+        low, high = high, 2.0 * high
+    while high - low > 0.05 * high:
+        middle = (low + high) / 2
+        enough = most(shape, rates, middle - rates.latency)[0].sum() >= shape.volume
+        low, high = (low, middle) if enough else (middle, high)
+    return max(low, 1e-6)
 
 
 def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bool) -> Shares:
