@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.paper import FLEETS, SIZES, Cell, read_cells
 from benchmarks.planner import MODELS
 from cleave_dask.formatting import quantity
+from cleave_dask.simulation.accuracy import measured_accuracy
 from cleave_dask.simulation.baselines.comparison import SYSTEMS
 from cleave_dask.views.sweeps import Points, draw_curves
 
@@ -172,6 +173,7 @@ def document(cells: Rows, drawn: Sequence[tuple[str, str, str]]) -> str:
         *device_table(cells),
         "\n## After a loss\n",
         *recovery_table(cells),
+        f"\n{measured_accuracy()}",
         "\n## Uneven links: downlink over uplink, 256 laptops, llama2-7b\n",
         *sweep_table(cells, "asymmetry", "down / up"),
         "\n## Unlike devices: spread of speeds and links, 256 laptops, llama2-7b\n",

@@ -36,7 +36,6 @@ from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.accuracy import Accuracy
 from cleave_dask.simulation.local import LocalFleet
 from cleave_dask.simulation.measured import MEASURED
-from cleave_dask.simulation.network import PAYLOAD
 from cleave_dask.simulation.simulator import simulate
 
 LLAMA = Llama(hidden=256, intermediate=512, layers=2, heads=4, vocabulary=1024, batch=8, length=64)
@@ -143,11 +142,13 @@ def costs(rows: list[dict[str, Any]]) -> list[str]:
     for way, other in (("down", "up"), ("up", "down")):
         shaped = [row for row in calm if row[f"carried_{way}"]]
         beside = [
-            PAYLOAD * row[f"carried_{way}"] - row[f"{way}_bytes"] - MEASURED.confirmation * row[f"{other}_bytes"]
+            row[f"carried_{way}"] - row[f"{way}_bytes"] - MEASURED.confirmation * row[f"{other}_bytes"]
             for row in shaped
         ]
         if shaped:
-            lines.append(f"{way}: {sum(beside) / sum(row['tiles'] for row in shaped):,.0f} bytes per tile beside it")
+            lines.append(
+                f"{way}: {sum(beside) / sum(row['tiles'] for row in shaped):,.0f} bytes per tile beside it, with headers"
+            )
     return lines
 
 
