@@ -137,8 +137,8 @@ def costs(rows: list[dict[str, Any]]) -> list[str]:
     tiles = [row["tiles"] for row in calm]
     lines = [f"scheduler: {1e3 * sum(row['scheduler_cpu'] for row in calm) / sum(tiles):.2f} ms of CPU per tile"]
     if len(set(tiles)) > 1:
-        each, fixed = np.polyfit(tiles, [row["server_cpu"] for row in calm], 1)
-        lines.append(f"server: {1e3 * each:.2f} ms of CPU per tile, and {fixed:.2f} s a step")
+        slope, fixed = np.polyfit(tiles, [row["server_cpu"] for row in calm], 1)
+        lines.append(f"server: {1e3 * slope:.2f} ms of CPU per tile, and {fixed:.2f} s a step")
     for way, other in (("down", "up"), ("up", "down")):
         shaped = [row for row in calm if row[f"carried_{way}"]]
         beside = [
@@ -146,9 +146,8 @@ def costs(rows: list[dict[str, Any]]) -> list[str]:
             for row in shaped
         ]
         if shaped:
-            lines.append(
-                f"{way}: {sum(beside) / sum(row['tiles'] for row in shaped):,.0f} bytes per tile beside it, with headers"
-            )
+            each = sum(beside) / sum(row["tiles"] for row in shaped)
+            lines.append(f"{way}: {each:,.0f} bytes per tile beside its numbers, headers included")
     return lines
 
 
