@@ -3,10 +3,10 @@
 For a time T, each device can do a volume v(T - start), where its start is its links' latency and its place in the
 scheduler's queue. The least T at which the volumes of the devices add up to the gemm gives each its share and its best
 box: square (rows = columns) and about k = side * B / U * 0.7 deep, as long in k as its links are uneven, or all of K if
-that is less (`growing.best_ratio`). `packing` fits the boxes together. A box is cut into a grid of tiles, which its
-device takes in growing order, so that download, multiplication and upload overlap: as many as still take 50 ms, or the
-latency of its links, each. A device whose share would not be worth a parcel is left out. Attention and batched
-products are dealt out cell by cell in the same proportions.
+that is less (`growing.best_ratio`); one that outgrows the device's memory is twice as long as wide. `packing` fits the
+boxes together. A box is cut into strips, which its device takes in growing order, so that download, multiplication and
+upload overlap: as many as still take 12.5 ms each. A device whose share would not be worth a parcel is left out.
+Attention and batched products are dealt out cell by cell in the same proportions.
 """
 
 from __future__ import annotations
