@@ -32,7 +32,9 @@ from distributed import Client, Worker
 from rich.console import Console
 from rich.table import Table
 
+from cleave_dask.runtime.refusing import take_orders
 from cleave_dask.runtime.tasks import OrderedTask
+from cleave_dask.runtime.tiles import ParcelSpec
 
 TILES = 4  # per worker and level
 QUIET = {
@@ -59,7 +61,12 @@ def steered(run: int, devices: int, levels: int, together: int) -> tuple[dict[An
             key = (f"parcel-{run}", level, parcel)
             name = f"device-{parcel % devices}"
             options: dict[str, Any] = {"place": "device", "device": name, "rank": level}
-            graph[key] = OrderedTask(key, nothing, after=after, **options)
+            tiles = tuple(
+                (tile, 0, 1, tile, tile + 1, 0, 1) for tile in range(parcel * together, (parcel + 1) * together)
+            )
+            kind = ("gemm", "float32", False, None, level, False)
+            spec = ParcelSpec(f"run-{run}", 0, level, *kind, tiles)
+            graph[key] = OrderedTask(key, nothing, spec, after=after, **options)
             keys.append(key)
         last = (f"round-{run}", level)
         graph[last] = OrderedTask(last, nothing, after=keys, rank=level)
@@ -117,14 +124,16 @@ def _told(facts: dict[str, Any], _: Worker) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def fleet(address: str, devices: int) -> Any:
-    """Light workers in this process, and a client."""
+async def fleet(address: str, devices: int, *, steered: bool) -> Any:
+    """Light workers in this process, and a client; steered ones take parcels as devices do."""
     figures = {"role": "device", "flops": 1e12, "memory": 1e9, "down": 1e9, "up": 1e9, "latency": 1e-4}
     workers = []
     for name in ["server", *(f"device-{number}" for number in range(devices))]:
         worker = Worker(address, nthreads=3, name=name, dashboard=False, heartbeat_interval="60s")
         facts = {"role": "server"} if name == "server" else figures
         worker.startup_information["cleave"] = partial(_told, facts)
+        if steered and name != "server":
+            take_orders(worker, nothing)
         workers.append(worker)
     for first in range(0, len(workers), 32):
         await asyncio.gather(*workers[first : first + 32])
@@ -140,7 +149,7 @@ async def measure(system: str, devices: int, levels: int, together: int = 1) -> 
     """CPU seconds of the scheduler per tile, the best of three runs after one that does not count."""
     options = ("--preload", "cleave_dask.runtime.scheduler") if system == "cleave" else ()
     with scheduler(*options) as (address, process):
-        async with fleet(address, devices) as (client, server):
+        async with fleet(address, devices, steered=system == "cleave") as (client, server):
             spent = []
             for run in range(4):
                 before = sum(process.cpu_times()[:2])
@@ -179,6 +188,7 @@ def main() -> None:
             for row in (stocked, *found):
                 row["ratio"] = row["ms_per_tile"] / stocked["ms_per_tile"]
                 rows.append(row)
+                print(row, flush=True)
     table = Table(title=f"CPU of the scheduler, {options.levels} levels of {TILES} tiles per worker")
     for key in rows[0]:
         table.add_column(key, justify="left" if key == "system" else "right")
