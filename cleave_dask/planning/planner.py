@@ -2,7 +2,8 @@
 
 Gemms on the critical path (forward, dX) get the whole fleet, one after another (`tiling`); gradients of weights are
 filler beside them (`filling`). Gemms of one shape are planned once. Gemms below `min_flops` stay on the server, where
-they cost less than their transfer. `pricing` says what the step then takes.
+they cost less than their transfer, and so do attentions that it has done long before their operands would have
+travelled. `pricing` says what the step then takes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ __all__ = ["ALIGN", "MIN_FLOPS", "Grid", "Tiling", "cut", "plan"]
 MIN_FLOPS = 1e6
 """Gemms with fewer operations than this are not worth a task, let alone a transfer."""
 
+_LONG_BEFORE = 10.0
+"""How much sooner the server must be done with an attention than its operands and results could travel."""
+
 _FEW = 128
 """Up to so many devices the simpler tilings are tried too: rounding can make one of them better, and they are cheap."""
 
@@ -49,7 +53,8 @@ def plan(
 ) -> Plan:
     """Cut every gemm of `graph` that is worth it into tiles for the devices of `fleet`.
 
-    `grid` fixes the number of parts in (rows, columns, k) for every gemm instead, as far as each gemm allows.
+    `min_flops=0` sends out everything. `grid` fixes the number of parts in (rows, columns, k) for every gemm instead,
+    as far as each gemm allows.
     """
     if tiling not in get_args(Tiling):
         raise PlanError(f"tiling is {tiling!r}; choose one of {', '.join(map(repr, get_args(Tiling)))}")
@@ -57,7 +62,7 @@ def plan(
         if min(gemm.m, gemm.n, gemm.k) < 1 or gemm.flops <= 0:
             size = f"{gemm.m} x {gemm.n} x {gemm.k}"
             raise PlanError(f"gemm '{gemm.name}' is {size} with {gemm.flops:g} flop: give every extent at least 1")
-    sent = [gemm for gemm in graph.gemms if gemm.flops >= min_flops]
+    sent = [gemm for gemm in graph.gemms if gemm.flops >= min_flops and not (min_flops and _stays(gemm, fleet))]
     tried: tuple[Tiling, ...] = (tiling,)
     if grid is not None:
         tried = ("even",)
@@ -71,6 +76,15 @@ def plan(
             layouts = _shaped(sent, fleet, split_k=choice == "3d", scheduler_seconds=scheduler_seconds)
         plans.append(priced(graph, fleet, layouts, tiling=choice, scheduler_seconds=scheduler_seconds))
     return min(plans, key=lambda plan: plan.seconds)
+
+
+def _stays(gemm: Gemm, fleet: Fleet) -> bool:
+    """Whether an attention costs next to nothing on the server, and much on the way: it has few operations per byte."""
+    if not gemm.kind.startswith("attention"):
+        return False
+    shape, rates = Shape.of(gemm), Rates.of(fleet)
+    down, up = shape.volume * shape.down_bytes / rates.down.sum(), shape.volume * shape.up_bytes / rates.up.sum()
+    return bool(_LONG_BEFORE * gemm.flops / fleet.server.flops < max(down, up))
 
 
 def _shaped(sent: list[Gemm], fleet: Fleet, *, split_k: bool, scheduler_seconds: float) -> dict[str, Layout]:

@@ -33,12 +33,12 @@ from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewes
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
 
-_LEAST_TILE = 0.0125  # seconds: shorter tiles cost more in messages than their overlap brings
+_LEAST_TILE = 0.05  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
-_FEW_TILES = 0.004  # of a box's time that more tiles must bring
+_FEW_TILES = 0.03  # of a box's time that more tiles must bring
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
