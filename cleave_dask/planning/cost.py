@@ -42,7 +42,7 @@ ROUND_TRIPS = 2
 UNDER_WAY = 0.1
 """Seconds of traffic that are under way over a link at once, beside its latency: a busy machine answers late."""
 
-FILLER_SHARE = 0.5
+FILLER_SHARE = 0.15
 """Of what may be under way at once, what filler may fill: what others wait for finds the rest free."""
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
