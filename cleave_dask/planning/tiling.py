@@ -33,7 +33,7 @@ from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewes
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
 
-_LEAST_TILE = 0.05  # seconds: shorter tiles cost more in messages than their overlap brings
+_LEAST_TILE = 0.025  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take

@@ -10,11 +10,10 @@ from functools import partial
 from threading import Timer
 
 import torch
-from distributed import Client
+from distributed import Client, Scheduler
 
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
-from cleave_dask.runtime.cluster import facts_of
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
@@ -67,7 +66,7 @@ def test_tiles_of_a_lost_device_are_dealt_to_all_others() -> None:
         with trainer_of(client) as trainer, ThreadPoolExecutor(1) as thread:
             losses = [trainer.step(**batch)]
             step = thread.submit(trainer.step, **batch)
-            until(lambda: facts_of(client)["waiting"] > 2, "the step is under way")
+            until(lambda: client.run_on_scheduler(_works, name="device-3"), "the device works on the step")
             os.kill(fleet.pids["device-3"], signal.SIGKILL)
             losses += [step.result(), trainer.step(**batch)]
             assert losses == expected
@@ -76,3 +75,7 @@ def test_tiles_of_a_lost_device_are_dealt_to_all_others() -> None:
             assert sum(did.values()) == len(trainer.plan.tiles)
             assert max(did.values()) < 2 * min(did.values())
         until_tasks(client, 0)
+
+
+def _works(name: str, dask_scheduler: Scheduler) -> bool:
+    return any(worker.processing for worker in dask_scheduler.workers.values() if worker.name == name)
