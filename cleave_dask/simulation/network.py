@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
@@ -31,6 +31,7 @@ PAYLOAD = 0.955
 
 _QUEUE = "100ms"
 _SMALLEST_BUCKET = 4542  # bytes: three full frames; with less, nothing passes
+_LONGEST_TRAIN = 65536  # bytes: the kernel takes no more
 _HEADERS = 64  # bytes, of Ethernet, IP and TCP
 _FAST = 37.5e6  # bytes per second from which on the kernel's timer needs a larger bucket
 _OURS = re.compile(r"cleave-(?P<pid>\d+)-\d+-.+")
@@ -74,10 +75,8 @@ class Network:
                 _batch("ip", self._device_side(number), "-n", space)
                 _batch("tc", [_shaped(f"v{number}", device.down)], "-n", self._space("server"))
                 _batch("tc", [_shaped("eth0", device.up)], "-n", space)
-                _batch("ip", [_in_trains("eth0", [device.up])], "-n", space)
-            _batch(
-                "ip", [_in_trains("br0", [device.down for device in self.fleet.devices])], "-n", self._space("server")
-            )
+                _use_trains("eth0", [device.up], space)
+            _use_trains("br0", [device.down for device in self.fleet.devices], self._space("server"))
         except BaseException:
             self.close()
             raise
@@ -178,13 +177,19 @@ def _shaped(interface: str, link: Link) -> str:
     return f"qdisc replace dev {interface} root tbf rate {rate}bit burst {_bucket(link)} latency {_QUEUE}"
 
 
-def _in_trains(interface: str, links: Iterable[Link]) -> str:
+def _use_trains(interface: str, links: Sequence[Link], space: str) -> None:
     """Let packets cross the kernel in trains that just fit a bucket, as network cards hand them over.
 
-    Longer trains would be cut into single packets there, and each would cost two processes a wake-up.
+    Longer trains would be cut into single packets there, and each would cost two processes a wake-up. An old kernel
+    or `ip` that cannot say so is only slower.
     """
-    train = round(PAYLOAD * max(_bucket(link) for link in links)) - _HEADERS
-    return f"link set {interface} gso_max_size {train}"
+    with suppress(ClusterError):
+        _batch("ip", [f"link set {interface} gso_max_size {_train(links)}"], "-n", space)
+
+
+def _train(links: Sequence[Link]) -> int:
+    """Bytes of the longest train that fits the largest bucket."""
+    return min(round(PAYLOAD * max(_bucket(link) for link in links)) - _HEADERS, _LONGEST_TRAIN)
 
 
 def _bucket(link: Link) -> int:

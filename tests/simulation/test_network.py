@@ -121,6 +121,12 @@ def test_a_bucket_holds_three_frames_at_least_and_more_on_fast_links() -> None:
     assert "burst 400000 " in network._shaped("eth0", Link(1e8, 0.0))
 
 
+def test_a_train_of_packets_fits_the_largest_bucket_and_the_kernel() -> None:
+    links = [Link(1.25e7, 0.01), Link(2.5e6, 0.01)]
+    assert 11_000 < network._train(links) < network._bucket(links[0]) == 12_500
+    assert network._train([Link(1e9, 0.01)]) == 65_536
+
+
 def test_without_the_tools_it_says_which_one_and_falls_back_only_where_it_may(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
