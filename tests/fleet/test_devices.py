@@ -20,8 +20,8 @@ from tests.strategies import devices, fleets
 
 LINK = Link(bandwidth=1e6, latency=0.01)
 PI = Device(name="pi", flops=1e9, memory=1e9, down=LINK, up=LINK)
-SECONDS = 0.5
-"""What loading or sampling the largest shipped fleet may take."""
+SECONDS = 2.0
+"""What loading or sampling the largest shipped fleet may take, in a process that collects others' garbage meanwhile."""
 
 DEVICE = '[[device]]\nname = "pi"\nflops = "1 GFLOP/s"\nmemory = "1 GB"\ndown = "1 MB/s"\nup = "1 MB/s"\n'
 
