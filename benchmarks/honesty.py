@@ -47,8 +47,7 @@ def one_gemm(m: int, n: int, k: int) -> StepGraph:
 
 def whole_step(model: str) -> StepGraph:
     """The captured step of a recipe."""
-    recipe = Recipe.load(model)
-    return build_graph(recipe)
+    return build_graph(Recipe.load(model))
 
 
 def measure(what: str, graph: StepGraph, label: str) -> dict[str, object]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from dataclasses import asdict, dataclass
 from os import cpu_count, getloadavg
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.edge.systems import commit
 from benchmarks.models import Llama
 from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
@@ -188,15 +188,10 @@ def main() -> None:
         console.print(line)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
-    accuracy = Accuracy.of(rows, f"{_commit()}, {cpu_count()} cores, load {_loads(rows)}")
+    accuracy = Accuracy.of(rows, f"{commit()}, {cpu_count()} cores, load {_loads(rows)}")
     console.print(str(accuracy))
     if options.write:
         accuracy.write()
-
-
-def _commit() -> str:
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "no commit"
 
 
 def _loads(rows: list[dict[str, Any]]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,12 +27,7 @@ class AsyncTrainer:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        client: Client,
-        checkpoint: str | Path | None = None,
-        **options: Any,
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, client: Client, **options: Any
     ) -> None:
         if not client.asynchronous:
             raise InputError("this client is not asynchronous; give it to Trainer, whose calls need no await")
@@ -41,7 +35,7 @@ class AsyncTrainer:
         self._connect = partial(
             Client, scheduler.address, security=client.security, asynchronous=False, set_as_default=False
         )
-        self._build = partial(Trainer, module, optimizer, checkpoint=checkpoint, **options)
+        self._build = partial(Trainer, module, optimizer, **options)
         self._open = ExitStack()
         self._trainer: Trainer | None = None
 

@@ -361,7 +361,7 @@ class Training:
     def abandon(self) -> None:
         """Forget the step in flight and the gradients gathered for it."""
         self.flight.leave()
-        self.values, self._gatherings, self._losses = {}, {}, []
+        self.values, self._gatherings, self._checkers, self._losses = {}, {}, {}, []
         for parameter in self.weights.values():
             parameter.grad = None
 
