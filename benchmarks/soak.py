@@ -1,6 +1,6 @@
 """Training under constant churn, for as long as you like: every run must give the calm run's losses, bit for bit.
 
-    python benchmarks/soak.py [--minutes 60] [--devices 6] [--every 1.5] [--seed 0]
+    python benchmarks/soak.py [--minutes 60] [--devices 6] [--every 1.2] [--seed 0]
 
 Real processes are killed, stopped, slowed and started again, `--every` seconds on average. One device is left alone, so
 that there is always somebody. Prints a line for each run of twelve steps; exits with 1 at the first loss that differs.
@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--devices", type=int, default=6)
-    parser.add_argument("--every", type=float, default=1.5, help="seconds between two mishaps, on average")
+    parser.add_argument("--every", type=float, default=1.2, help="seconds between two mishaps, on average")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     seconds = 60 * options.minutes
