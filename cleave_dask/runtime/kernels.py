@@ -94,18 +94,17 @@ def _cuda_works() -> bool:
 def measure_flops(kernel: Kernel, seconds: float = 0.2) -> float:
     """Speed of this machine in float32 products, in flop/s: the median over the largest product that time allows.
 
-    Products double in size while the next one would still leave half of the time, and then repeat until it is over:
-    it takes about `seconds`, or two small products if that is longer.
+    Products double in size until one takes a quarter of the time, and then repeat until it is over: it takes about
+    `seconds`, or a few times that on a slow machine. A shorter product tells nothing: where other programs run, it
+    may wait for a time slice longer than it computes, and a busy laptop would seem a thousand times slower than it is.
     """
     start = perf_counter()
     rng = np.random.default_rng(0)
     size, times = 64, [0.0]
     while True:
         operand = rng.random((size, size), dtype=np.float32)
-        kernel.run("gemm", (operand, operand), dtype="float32")  # the first of a size warms buffers and threads
-        times = [_timed(kernel, operand)]
-        left = seconds - (perf_counter() - start)
-        if size >= LARGEST_PROBE or 2 * 8 * times[0] > left / 2:
+        times = sorted(_timed(kernel, operand) for _ in range(2))[:1]  # the first of a size warms buffers and threads
+        if size >= LARGEST_PROBE or times[0] >= seconds / 4:
             break
         size *= 2
     while perf_counter() - start + times[-1] < seconds:

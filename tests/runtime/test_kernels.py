@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from math import sqrt
+from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -302,6 +303,24 @@ def test_measured_speed_is_plausible_and_bounded_in_time(name: str) -> None:
     flops = measure_flops(load_kernel(name), seconds=0.05)
     assert perf_counter() - start < 5  # a loaded machine may be late, but not by orders of magnitude
     assert 1e7 < flops < 1e16
+
+
+class _Crowded:
+    """A kernel on a busy machine: each product waits for its time slice first."""
+
+    name = "crowded"
+
+    def __init__(self, wait: float) -> None:
+        self.kernel, self.wait = load_kernel("numpy"), wait
+
+    def run(self, kind: str, arrays: Sequence[Array], *, dtype: str, **given: Any) -> tuple[Array, ...]:
+        Event().wait(self.wait)
+        return self.kernel.run(kind, arrays, dtype=dtype, **given)
+
+
+def test_a_busy_machine_does_not_seem_a_thousand_times_slower() -> None:
+    """By its smallest product it would have 2 * 64**3 flops per 10 ms: 0.05 GFLOP/s."""
+    assert measure_flops(_Crowded(0.010)) > 2.0 * 256**3 / 0.3
 
 
 @pytest.fixture

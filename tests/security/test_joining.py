@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,33 +55,55 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
         process.stdout.close()
 
 
+README = Path(__file__).parents[2] / "README.md"
+
+
+def readme_commands() -> list[str]:
+    """The README's commands for a fleet on one machine, without their comments."""
+    blocks = re.findall(r"```console\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    (block,) = [block for block in blocks if "git clone" in block]
+    return [line.removeprefix("$ ").partition("  # ")[0].strip() for line in block.splitlines()]
+
+
 @pytest.mark.timeout(600)  # three commands that import torch, one after the other
-def test_serve_join_train_by_the_command_line(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_the_six_commands_of_the_readme_train_over_tls(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    """As they stand, but for ports that are free, JSON to read, and a smaller recipe for fewer steps."""
+    clone, setup, serve, *joins, train = readme_commands()
+    assert 4 + len(joins) <= 6
+    assert clone.startswith("git clone")
+    assert setup == "make setup"
     settings = {f"DASK_CLEAVE__DEVICE__{key}": value for key, value in FIGURES.items()}
     environment = {**os.environ, **settings, "DASK_CLEAVE__SECURITY__FOLDER": str(tmp_path / "keys")}
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "cleave_dask", *arguments]
-        with (tmp_path / f"{arguments[0]}.log").open("w") as log:
+    def start(command: str, *more: str) -> subprocess.Popen[str]:
+        program, verb, *arguments = shlex.split(command)
+        assert program == ".venv/bin/cleave"
+        line = [sys.executable, "-m", "cleave_dask", verb, *arguments, *more]
+        with (tmp_path / f"{verb}.log").open("w") as log:
             process = subprocess.Popen(
                 line, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=tmp_path
             )
         started.append(process)
         return process
 
-    server = start("serve", "--tls", "--port", "0", "--dashboard-address", "127.0.0.1:0", "--json")
+    server = start(serve, "--port", "0", "--dashboard-address", "127.0.0.1:0", "--json")
     assert server.stdout is not None
     told = json.loads(server.stdout.readline())
     assert told["device"] == f"cleave join {told['url']} {told['token']}"
-    for name in ("laptop", "phone"):  # both at once, on one machine
-        start("join", told["url"], told["token"], "--name", name, "--nthreads", "1")
-    (tmp_path / "small.toml").write_text(RECIPE)
-    for name in ("laptop", "phone"):
+    for join in joins:  # both at once, on one machine
+        assert "https://127.0.0.1:8788 TOKEN" in join
+        start(join.replace("https://127.0.0.1:8788 TOKEN", f"{told['url']} {told['token']}"))
+    names = [join.partition("--name ")[2].split()[0] for join in joins]
+    assert len(set(names)) == 2
+    for name in names:
         until(lambda who=name: f"{who} has joined" in (tmp_path / "serve.log").read_text(), name, seconds=120)  # type: ignore[misc]
-    listed = start("devices", "--scheduler", told["scheduler"], "--json").communicate(timeout=240)[0]
+    devices = f".venv/bin/cleave devices --scheduler {told['scheduler']} --json"
+    listed = start(devices).communicate(timeout=240)[0]
     tokens = {device["name"]: device["token"] for device in json.loads(listed)["devices"]}
-    assert tokens == dict.fromkeys(("laptop", "phone"), told["token"].partition(".")[0])
-    training = start("train", "small.toml", "--scheduler", told["scheduler"], "--steps", "2", "--json")
+    assert tokens == dict.fromkeys(names, told["token"].partition(".")[0])
+    (tmp_path / "small.toml").write_text(RECIPE)
+    train = train.replace("tls://127.0.0.1:8786", told["scheduler"]).replace("tiny-llama", "small.toml")
+    training = start(train, "--steps", "2", "--json")
     output, _ = training.communicate(timeout=240)
     assert training.returncode == 0, (tmp_path / "train.log").read_text()
     assert [json.loads(line)["step"] for line in output.splitlines()] == [1, 2]
