@@ -51,3 +51,7 @@ class CheckpointError(CleaveError):
 
 class AccessError(CleaveError):
     """Somebody is not, or no longer, allowed to do what they ask for."""
+
+
+class NameTakenError(AccessError):
+    """Somebody has joined under this name before, and still may."""

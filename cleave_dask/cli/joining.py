@@ -11,7 +11,7 @@ import click
 
 from cleave_dask.cli import fleets
 from cleave_dask.cli.frame import debug_option, json_option, print_json
-from cleave_dask.errors import AccessError, InputError
+from cleave_dask.errors import AccessError, InputError, NameTakenError
 
 _WORKER = ("--no-nanny", "--no-dashboard", "--preload", "cleave_dask.runtime.device")
 
@@ -47,7 +47,11 @@ def join(
     folder = DeviceFolder(fleets.security_folder(), *parse_url(url), name)
     facts = folder.facts()
     if token is not None:
-        facts = enrol(url, token, name or _default_name(), folder)
+        try:
+            facts = enrol(url, token, name or _default_name(), folder)
+        except NameTakenError:
+            if facts is None:
+                raise  # somebody else has the name; otherwise it was this machine, and its key is still good
     if facts is None:
         raise AccessError(f"this machine has not joined {url} yet; give the token that `cleave serve` printed there")
     worker = ("worker", facts["scheduler"], "--name", facts["name"], *_WORKER, *folder.files.options, *options)

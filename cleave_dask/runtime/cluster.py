@@ -46,7 +46,7 @@ def inspect(client: Client) -> Cluster:
             f"{len(servers)} servers have joined where one is expected ({', '.join(sorted(servers))}); stop all but one"
         )
     if not facts["device"]:
-        raise ClusterError(_no_devices(sorted(facts["stranger"])))
+        raise ClusterError(_no_devices(sorted(facts["stranger"]), _address(client)))
     (server,) = servers.values()
     return Cluster(server["address"], facts["device"])
 
@@ -85,8 +85,15 @@ def facts_of(client: Client) -> dict[str, Any]:
     return facts
 
 
-def _no_devices(strangers: list[str]) -> str:
-    remedy = "start one with `dask worker ADDRESS --preload cleave_dask.runtime.device`"
+def _address(client: Client) -> str:
+    scheduler: Any = client.scheduler
+    return str(scheduler.address)
+
+
+def _no_devices(strangers: list[str], address: str) -> str:
+    remedy = f"start one with `dask worker {address} --preload cleave_dask.runtime.device`"
+    if address.startswith("tls://"):
+        remedy = "start one with the `cleave join` line that `cleave serve` printed"
     if strangers:
         return (
             f"no device has joined, but {len(strangers)} workers without the package "

@@ -19,7 +19,7 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
-from cleave_dask.errors import AccessError, ClusterError, InputError
+from cleave_dask.errors import AccessError, ClusterError, InputError, NameTakenError
 from cleave_dask.runtime.credentials import DeviceFolder, ServerFolder
 from cleave_dask.runtime.tokens import parse_token
 
@@ -103,7 +103,7 @@ class _Join(RequestHandler):
             self.write(await loop.run_in_executor(None, self.enrolment.answer, self.request.body))
         except AccessError as error:
             self.set_status(403)
-            self.write({"error": str(error)})
+            self.write({"error": str(error), "taken": isinstance(error, NameTakenError)})
 
 
 def parse_url(url: str) -> tuple[str, int]:
@@ -159,5 +159,6 @@ def _ask(host: str, port: int, pin: str, body: bytes) -> dict[str, Any]:
     finally:
         connection.close()
     if response.status != 200:
-        raise AccessError(f"the cluster refused: {answer.get('error', response.status)}")
+        kind = NameTakenError if answer.get("taken") is True else AccessError
+        raise kind(f"the cluster refused: {answer.get('error', response.status)}")
     return answer

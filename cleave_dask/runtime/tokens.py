@@ -13,7 +13,7 @@ from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, Self
 
-from cleave_dask.errors import AccessError
+from cleave_dask.errors import AccessError, NameTakenError
 from cleave_dask.runtime.roles import NAME
 
 LENGTHS = (8, 32, 64)
@@ -73,7 +73,7 @@ class Register:
         if not NAME.fullmatch(name):
             raise AccessError(f"the name {name!r} cannot be used; take letters, digits, '.', '_' and '-', at most 63")
         if any(member.name == name and not member.revoked and now < member.expires for member in self.members):
-            raise AccessError(f"a device called {name} has joined before; choose another name with --name")
+            raise NameTakenError(f"a device called {name} has joined before; choose another name with --name")
         return token
 
     def admit(self, member: Member) -> Self:

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import dask
 import pytest
+from click.testing import Result
 from distributed import Client
 
 from cleave_dask.errors import AccessError, ClusterError
 from cleave_dask.runtime.credentials import DeviceFolder
 from cleave_dask.runtime.enrolment import enrol
-from tests.cli.calling import RECIPE
+from tests.cli.calling import RECIPE, run
 from tests.security.clusters import FIGURES, SecuredCluster, losses
 from tests.waiting import until
 
@@ -40,6 +42,18 @@ def test_expired_revoked_and_foreign_tokens_get_no_certificate(cluster: SecuredC
     assert not folder.path.exists()
     with pytest.raises(ClusterError, match="no cluster answers"):
         enrol("https://127.0.0.1:9", cluster.token(), "late", folder)
+
+
+def test_who_has_joined_before_joins_again_and_nobody_takes_the_name(cluster: SecuredCluster, tmp_path: Path) -> None:
+    def join(machine: str) -> Result:
+        with dask.config.set({"cleave.security.folder": str(tmp_path / machine)}):
+            return run("join", cluster.url, cluster.token(), "--name", "once", "--enrol-only", "--json")
+
+    first, again, other = join("first"), join("first"), join("other")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.output) == json.loads(first.output)
+    assert other.exit_code == 1
+    assert "a device called once has joined before" in other.output
 
 
 @pytest.fixture
