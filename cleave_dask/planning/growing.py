@@ -81,8 +81,8 @@ def best_ratio(strips: Integers, least: Floats) -> Floats:
     return found
 
 
-def fewest_strips(down: Floats, work: Floats, lesser: Floats, most: Integers, worth: float) -> Ints:
-    """At most so many strips of squares, and less where more of them would save less than the part `worth` of the time.
+def fewest_strips(down: Floats, work: Floats, lesser: Floats, most: Integers, price: float) -> Ints:
+    """At most so many strips of squares, and less where one more would save less than `price` seconds.
 
     The lesser of the two stages behind the download overlaps with the longer but for the largest strip.
     """
@@ -90,8 +90,8 @@ def fewest_strips(down: Floats, work: Floats, lesser: Floats, most: Integers, wo
     seconds = square_seconds(
         down, work + lesser * largest_strip(counts), np.broadcast_to(counts, (MOST_STRIPS, len(down)))
     )
-    seconds = np.where(counts <= np.maximum(most, 1), seconds, np.inf)
-    return np.asarray(1 + np.argmax(seconds <= (1.0 + worth) * seconds.min(axis=0), axis=0), dtype=np.int64)
+    seconds = np.where(counts <= np.maximum(most, 1), seconds + price * counts, np.inf)
+    return np.asarray(1 + np.argmin(seconds, axis=0), dtype=np.int64)
 
 
 def largest_strip(strips: Integers) -> Floats:

@@ -5,8 +5,9 @@ scheduler's queue. The least T at which the volumes of the devices add up to the
 box: square (rows = columns) and about k = side * B / U * 0.7 deep, as long in k as its links are uneven, or all of K if
 that is less (`growing.best_ratio`); one that outgrows the device's memory is twice as long as wide. `packing` fits the
 boxes together. A box is cut into strips, which its device takes in growing order, so that download, multiplication and
-upload overlap: as many as still take 12.5 ms each. A device whose share would not be worth a parcel is left out.
-Attention and batched products are dealt out cell by cell in the same proportions.
+upload overlap: as many as still take 25 ms each, and each of which saves the 5 ms that a tile costs server and device.
+A device whose share would not be worth a parcel is left out. Attention and batched products are dealt out cell by cell
+in the same proportions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to w
 _PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
-_FEW_TILES = 0.03  # of a box's time that more tiles must bring
+_TILE_PRICE = 5e-3  # seconds that one tile more of a box must save: what it costs its device and the server
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -251,7 +252,7 @@ def _strips(shape: Shape, rates: Rates, best: Floats, most: Ints) -> Ints:
     down = 2.0 * np.sqrt(rows * cols) * depth * shape.down_bytes / rates.down
     compute = rows * cols * depth * (shape.flops / shape.volume) / rates.flops
     up = rows * cols * shape.up_bytes / rates.up
-    return fewest_strips(down, np.maximum(compute, up), np.minimum(compute, up), most, _FEW_TILES)
+    return fewest_strips(down, np.maximum(compute, up), np.minimum(compute, up), most, _TILE_PRICE)
 
 
 def _corrected(job: Job, draft: Arrangement, layout: Layout, devices: Ints) -> Job:
