@@ -30,6 +30,7 @@ Slabs = Callable[[Job, Ints, Floats, float], Iterator[tuple[Ints, float]]]
 class Way:
     """A way to arrange devices."""
 
+    across: int  # the axis, rows (0) or columns (1), along which columns of boxes stand side by side
     zones: Ints  # of each device
     slabs: Slabs
 
@@ -37,21 +38,23 @@ class Way:
 def ways(job: Job, *, split_k: bool) -> Iterator[Way]:
     """Ways to sort devices: all in one zone; or by how many of their best boxes lie behind each other in k; or by size.
 
-    For each of them, slabs by volume and slabs by what devices can send; of large fleets only the likeliest.
+    For each of them, slabs by volume and slabs by what devices can send, and columns across the longer and the shorter
+    axis; of large fleets only the likeliest.
     """
-    count = len(job.volume)
-    if not split_k or (job.best[_K] >= job.shape.k).all():
-        yield Way(np.zeros(count, dtype=np.int64), _whole)
-        return
-    for number, zones in enumerate(_zonings(job)):
-        yield Way(zones, _covering_slabs)
-        if number == 0 or count <= _MANY_DEVICES:
-            yield Way(zones, _slabs)
+    count, longer = len(job.volume), job.shape.longer
+    for across in (longer, 1 - longer) if count <= _MANY_DEVICES else (longer,):
+        if not split_k or (job.best[_K] >= job.shape.k).all():
+            yield Way(across, np.zeros(count, dtype=np.int64), _whole)
+            continue
+        for number, zones in enumerate(_zonings(job, across)):
+            yield Way(across, zones, _covering_slabs)
+            if number == 0 or count <= _MANY_DEVICES:
+                yield Way(across, zones, _slabs)
 
 
-def _zonings(job: Job) -> Iterator[Ints]:
+def _zonings(job: Job, across: int) -> Iterator[Ints]:
     """The zone of each device, in several ways."""
-    count, across = len(job.volume), job.shape.longer
+    count = len(job.volume)
     yield np.zeros(count, dtype=np.int64)
     face = float(job.shape.extents[1 - across]) * job.shape.k
     for least in (1.2, 4.0) if count <= _MANY_DEVICES else (2.5,):
@@ -84,7 +87,7 @@ def _whole(job: Job, members: Ints, depth: Floats, area: float) -> Iterator[tupl
 
 def arrange(job: Job, way: Way, depth: Floats) -> Arrangement:
     """Devices of each zone sorted into slabs, of each slab into columns, with boxes of exactly the wanted volumes."""
-    across = job.shape.longer
+    across = way.across
     length = float(job.shape.extents[1 - across])
     orders: list[Ints] = []
     columns: list[Ints] = []
@@ -97,7 +100,7 @@ def arrange(job: Job, way: Way, depth: Floats) -> Arrangement:
         members = np.flatnonzero(way.zones == value)
         reach.append(float(job.volume[members].sum()) / (length * job.shape.k))
         for slab, thickness in way.slabs(job, members, depth, reach[-1] * length):
-            ordered, column = _columns(job, slab, thickness, length, reach[-1])
+            ordered, column = _columns(job, slab, thickness, across, reach[-1])
             orders.append(ordered)
             columns.append(column + count)
             slab_of.append(np.full(column[-1] + 1, len(thick)))
@@ -171,7 +174,7 @@ def _evened(sent: Floats, group: Ints) -> Ints:
     return group
 
 
-def _columns(job: Job, members: Ints, thickness: float, length: float, reach: float) -> tuple[Ints, Ints]:
+def _columns(job: Job, members: Ints, thickness: float, across: int, reach: float) -> tuple[Ints, Ints]:
     """Devices of a slab in columns, the largest first. A box x wide and area / x high takes (x + area / x) down.
 
     A device that wants its boxes r times as wide as high has x + r area / x in mind.
@@ -179,7 +182,7 @@ def _columns(job: Job, members: Ints, thickness: float, length: float, reach: fl
     members = members[np.argsort(-job.volume[members], kind="stable")]
     area = job.volume[members] / thickness
     pace = job.volume[members] / job.rates.down[members]
-    across = job.shape.longer
+    length = float(job.shape.extents[1 - across])
     stout = area * (job.best[across] / job.best[1 - across])[members]
     wanted = np.minimum(np.sqrt(stout), reach)
     if len(members) > _MANY:

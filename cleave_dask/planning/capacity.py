@@ -30,6 +30,10 @@ and z sqrt(nu - 1 + t) <= t for every t: nu <= 1 - z^2 / 4, or 1 / z^2 from z = 
 
     V <= V* (z - z^3 / 4)   if z <= sqrt(4 / 3),   else   V <= 0.770 V*      (attained in growing order, see `growing`)
 
+A box is no wider than l. From d = 2 l on, d numbers of a plane make l (d - l) products, less than d^2 / 4: a box of
+more than k = l B / U planes has at most n = l (B T / k - l) results in each, and V = k n shrinks as k grows. So
+k = l B / U, z = 2 l / sqrt(c), is the deepest that counts.
+
 Lines (`lines`). Call the K multiplications behind one number of C a line. Lines are covered by whole numbers of
 devices: one alone, or at least two. So a line can be booked as 1 to a device that does all of it, and as 1/2 to each
 that does a part; all bookings of a plan are then at least M N, as are all volumes over K, and so is every mean:
@@ -64,15 +68,21 @@ def most(shape: Shape, rates: Rates, seconds: Floats, *, boxes: bool = False) ->
     received = rates.down * time / shape.down_bytes
     results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
     volume = np.minimum(received * reach(shape, results), np.minimum(compute, results * shape.k))
-    volume = np.minimum(volume, causal(received, rates.up * time / shape.up_bytes, shape.k, boxes=boxes))
+    side = float(min(shape.m, shape.n)) if boxes else None
+    volume = np.minimum(volume, causal(received, rates.up * time / shape.up_bytes, shape.k, side=side))
     return np.minimum(volume, shape.volume), results
 
 
-def causal(received: Floats, sent: Floats, depth: int, *, boxes: bool = False) -> Floats:
-    """Volume that receiving and sending so many numbers allows, since operands come before results."""
-    bend = 0.25 if boxes else np.pi**2 / 48.0
+def causal(received: Floats, sent: Floats, depth: int, *, side: float | None = None) -> Floats:
+    """Volume that receiving and sending so many numbers allows, since operands come before results.
+
+    With `side` all of it is one box, no wider than that.
+    """
+    bend = 0.25 if side else np.pi**2 / 48.0
     z = 2.0 * depth * np.sqrt(sent) / np.maximum(received, 1e-300)
     z = np.minimum(z, (3.0 * bend) ** -0.5)  # where it is greatest
+    if side:
+        z = np.minimum(z, 2.0 * side / np.sqrt(np.maximum(sent, 1e-300)))
     part = z - bend * z * z * z
     return np.asarray(part * received * np.sqrt(sent) / 2.0, dtype=np.float64)
 

@@ -31,7 +31,7 @@ IN_FLIGHT = 3
 AT_ONCE = 2
 """Gemms that a device works on at once, one ending and one beginning: of each it holds two consecutive tiles."""
 
-_RESIDENT = 0.8  # of what a gemm may fill of a device's memory: the slice that stays while tiles stream past
+_RESIDENT = 0.88  # of what a gemm may fill of a device's memory: the slice that stays while tiles stream past
 
 SCHEDULER_SECONDS = 0.5e-3
 """Seconds that the scheduler, one parcel after another, spends on each (measured: 0.4 to 0.7 ms)."""

@@ -33,6 +33,7 @@ from cleave_dask.planning.cutting import cut_boxes
 from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewest_strips, square_seconds
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
+from cleave_dask.planning.queueing import Cells, queued
 
 _LEAST_TILE = 0.025  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
@@ -123,30 +124,43 @@ def _fewest_seconds(shape: Shape, rates: Rates) -> float:
 def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bool) -> Shares:
     """What the devices can do in `seconds`, the most capable first in the scheduler's queue."""
     able = np.flatnonzero(rates.memory >= smallest_bytes(shape))
+    if shape.kind != "gemm":
+        return _cells(shape, rates, slot, seconds, able, filler)
     order = able[np.argsort(-most(shape, rates, seconds - rates.latency)[0][able], kind="stable")]
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    shortest = _FILLER_TILE if filler else _LEAST_TILE
-    tiles = np.maximum(1, np.rint(np.maximum(seconds - start, 0.0) / shortest).astype(np.int64))
+    tiles = _most_tiles(seconds - start, filler)
     strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles, MOST_STRIPS)
-    if shape.kind == "gemm":
-        box = _largest_box(shape, rates.take(order), np.maximum(seconds - start, 0.0), strips)
-        volume = box.prod(axis=0)
-        worth = volume > _WORTH * volume.sum() / max(1, (volume > 0).sum())
-    else:
-        volume = np.floor(_cells(shape, rates.take(order), seconds - start, tiles, filler) * (1 + 1e-9))
-        box, worth = np.ones((3, len(order))), volume > 0
+    box = _largest_box(shape, rates.take(order), np.maximum(seconds - start, 0.0), strips)
+    volume = box.prod(axis=0)
+    worth = volume > _WORTH * volume.sum() / max(1, (volume > 0).sum())
     return Shares(seconds, order[worth], start[worth], volume[worth], box[:, worth], tiles[worth], strips[worth])
 
 
-def _cells(shape: Shape, rates: Rates, seconds: Floats, tiles: Ints, filler: bool) -> Floats:
-    """The cells of a batched op that each device can do in `seconds` in so many tiles."""
-    volume, _ = most(shape, rates, seconds)
-    stages, many = cell_seconds(shape, rates), np.where(filler, np.inf, tiles)
-    busiest, others = stages.max(axis=0), stages.sum(axis=0) - stages.max(axis=0)
-    evenly = np.minimum(np.maximum(seconds, 0.0) / (busiest + others / many), shape.volume)
-    return np.where(evenly >= many, evenly, volume)
+def _cells(shape: Shape, rates: Rates, slot: float, seconds: float, able: Ints, filler: bool) -> Shares:
+    """The whole cells of a batched op that the devices can do in `seconds`."""
+    here = rates.take(able)
+    left, stages = seconds - here.latency, cell_seconds(shape, here)
+    tiles = _most_tiles(left - slot, filler)
+    busiest = stages.max(axis=0)
+    cost = Cells(busiest, stages.sum(axis=0) - busiest, np.where(filler, np.inf, tiles))
+    if slot:
+        order, cells = queued(left, cost, slot)
+    else:
+        cells = cost.within(left)
+        order = np.flatnonzero(cells)
+        cells = cells[order]
+    start = here.latency[order] + slot * np.arange(1, len(order) + 1)
+    volume = np.minimum(cells, shape.volume).astype(np.float64)
+    strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles[order], MOST_STRIPS)
+    return Shares(seconds, able[order], start, volume, np.ones((3, len(order))), tiles[order], strips)
+
+
+def _most_tiles(seconds: Floats, filler: bool) -> Ints:
+    """Tiles in so many seconds: so many that they are not too short."""
+    shortest = _FILLER_TILE if filler else _LEAST_TILE
+    return np.maximum(1, np.rint(np.maximum(seconds, 0.0) / shortest).astype(np.int64))
 
 
 def _largest_box(shape: Shape, rates: Rates, seconds: Floats, strips: Ints) -> Floats:
@@ -283,6 +297,6 @@ def _dealt(shape: Shape, shares: Shares) -> tuple[Ints, Ints, Ints]:
             cells = (rows[1] - rows[0]) * (cols[1] - cols[0])
             ranges.append((*rows, *cols, 0, 1))
             owner.append(int(shares.devices[place]))
-            tiles.append(max(1, round(int(shares.tiles[place]) * cells / size)))
+            tiles.append(-(-cells // max(1, size // int(shares.tiles[place]))))
             start += cells
     return np.array(ranges, dtype=np.int64).reshape(-1, 6), np.array(owner), np.array(tiles)
