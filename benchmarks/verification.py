@@ -1,6 +1,6 @@
-"""Wrong tiles against honest ones, by the hundred thousand, and what a check costs beside the product.
+"""Wrong tiles against honest ones, by the hundred thousand, and what a check costs beside product and step.
 
-    python benchmarks/verification.py [--tiles 100000] [--seed 0] [--json out.json]
+    python benchmarks/verification.py [--tiles 100000] [--steps 3] [--seed 0] [--json out.json]
 
 Wrong tiles: one element with a low, a middle or a high bit flipped, two rows swapped, zeros, another tile's result, and
 noise over the whole tile, as small as it may be and still be beyond the tolerance. That is, as
@@ -16,17 +16,26 @@ import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from statistics import median
+from time import thread_time
 from typing import Any
 
 import numpy as np
+import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.models import Llama
 from benchmarks.tiles import OPERANDS, Array, changed, multiply, tile, tolerances
+from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.kernels import calm_products
+from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.runtime.verification import RightSide
 from cleave_dask.runtime.wire import narrow, widen
+from cleave_dask.simulation.local import LocalFleet
 
+LLAMA = Llama(hidden=1024, intermediate=2816, layers=2, heads=16, vocabulary=4096, batch=4, length=512)
 DTYPES = ("float32", "bfloat16")
 BITS = {"float32": {"low bit": (0, 8), "middle bit": (8, 23), "high bit": (23, 32)}}
 BITS["bfloat16"] = {"low bit": (0, 3), "middle bit": (3, 7), "high bit": (7, 16)}
@@ -128,13 +137,36 @@ def cost(tiles_of_a_slice: int = 4) -> list[dict[str, Any]]:
 
 
 def _least(work: Any, times: int = 9) -> float:
-    """Milliseconds, the least of several times: what the machine takes when it does nothing else."""
+    """Milliseconds of CPU, the least of several times: what it takes on a machine that does nothing else."""
     seconds = []
     for _ in range(times):
-        start = perf_counter()
+        start = thread_time()
         work()
-        seconds.append(perf_counter() - start)
+        seconds.append(thread_time() - start)
     return 1e3 * min(seconds)
+
+
+def steps(count: int) -> list[dict[str, Any]]:
+    """What checks take of real steps on two local devices; the smallest tile of a product has 512 x 512 x 2048."""
+    rows = []
+    for wire in (None, "bfloat16"):
+        module = LLAMA.module()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+        with LocalFleet(2) as fleet, fleet.get_client() as client:
+            cut = partial(plan, grid=(2, 2, 1))
+            with Trainer(module, optimizer, client, plan=cut, replan=False, wire=wire) as trainer:
+                server = psutil.Process(fleet.server_pid)
+                trainer.step(**LLAMA.tokens(0))
+                before = server.cpu_times()
+                for number in range(count):
+                    trainer.step(**LLAMA.tokens(number))
+                after = server.cpu_times()
+                check = sum(record["spent"]["verify"] for record in trainer.records[1:]) / count
+                seconds = median(record["seconds"] for record in trainer.records[1:])
+                cpu = (after.user + after.system - before.user - before.system) / count
+        rows.append({"wire": wire or "float32", "seconds": seconds, "server's CPU": cpu, "checks' CPU": check})
+        rows[-1] |= {"check / step": check / seconds, "check / server's CPU": check / cpu}
+    return rows
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -151,17 +183,22 @@ def main() -> None:
     """Print both tables; with --json write them too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiles", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=3, help="0: no training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    calm_products()  # as the server does
     costs = cost()
-    show("what a check costs, ms; `share` is its part of B X, which 4 tiles have in common", costs)
+    show("what a check costs, ms of one core; `share` is its part of B X, which 4 tiles have in common", costs)
+    whole = steps(options.steps) if options.steps else []
+    if whole:
+        show(f"{LLAMA}: seconds of a step, 2 local devices, tiles of 512 x 512 x 1024 and up", whole)
     rows = run(options.tiles, options.seed)
     show(f"{options.tiles} wrong and {options.tiles} honest tiles", rows)
     for column in ("accepted beyond tolerance", "wrongly rejected"):
         print(f"{column}: {sum(row[column] for row in rows)}")
     if options.json:
-        options.json.write_text(json.dumps({"cost": costs, "tiles": rows}, indent=1))
+        options.json.write_text(json.dumps({"cost": costs, "steps": whole, "tiles": rows}, indent=1))
 
 
 if __name__ == "__main__":

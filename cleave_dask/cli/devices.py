@@ -74,7 +74,8 @@ def look(client: Client, scheduler: str) -> dict[str, Any]:
             for name in sorted(facts["device"])
         ],
         "strangers": sorted(facts["stranger"]),
-        "absent": sorted(members.keys() - facts["device"].keys()),
+        "absent": sorted(members.keys() - facts["device"].keys() - facts["quarantined"].keys()),
+        "quarantined": facts["quarantined"],
     }
 
 
@@ -146,6 +147,8 @@ def _advice(found: dict[str, Any]) -> str:
         lines.append("no server has joined: start scheduler and server with `cleave serve`")
     if not found["devices"]:
         lines.append(f"no device has joined: run this on each: {join}")
+    for name, why in found["quarantined"].items():
+        lines.append(f"{name} is in quarantine and gets no tiles: {why}; `cleave revoke {name}` ends its membership")
     if found["absent"]:
         lines.append(f"have joined and are not there: {', '.join(found['absent'][:20])}")
     if found["strangers"]:

@@ -20,6 +20,7 @@ from distributed.comm.core import CommClosedError
 from distributed.protocol.utils import host_array
 from tornado.iostream import IOStream, StreamClosedError
 
+from cleave_dask.errors import AccessError
 from cleave_dask.runtime.conversations import Conversation
 from cleave_dask.runtime.credentials import ServerFolder
 from cleave_dask.runtime.decoding import Refused, Wanted, receive
@@ -81,6 +82,20 @@ class Guard:
                 comm.abort()
             gone += [name] * bool(leaving)
         return gone
+
+    def quarantined(self) -> dict[str, str]:
+        """Members that sent a wrong tile, now or before a restart, and what was wrong."""
+        self._look()
+        return self._register.quarantined
+
+    def quarantine(self, name: str, why: str) -> None:
+        """Write down that a member sent a wrong tile; it is in quarantine even if that cannot be written."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.change(lambda register: register.quarantine(name, why))
+        except (OSError, AccessError) as error:
+            logger.error("The quarantine of %s ends with this process, it cannot be written down: %s", name, error)
 
     def _look(self) -> bool:
         """Read the register if it has changed; whether it has."""

@@ -33,6 +33,7 @@ from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.runtime.admission import SchedulerAdmission
 from cleave_dask.runtime.dealing import Dealing
+from cleave_dask.runtime.guarding import Guard
 from cleave_dask.runtime.orders import write_order
 from cleave_dask.runtime.tasks import OrderedTask
 from cleave_dask.runtime.turns import Measurements
@@ -69,13 +70,14 @@ class SteeringPlugin(SchedulerPlugin):
 
     name = "cleave-steering"
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self.scheduler = scheduler
+        self.guard = guard
         self.dispatcher = Dispatcher(config.whole("device.window"))
         self.dealing = Dealing(scheduler, self.dispatcher)
         self.broken: str | None = None  # why nothing is placed any more
         self.late: Counter[str] = Counter()  # parcels taken from late devices, by device
-        self.quarantined: dict[str, str] = {}  # devices that sent a wrong tile, and what was wrong
+        self.quarantined = guard.quarantined()  # devices that sent a wrong tile, and what was wrong
         self._devices: dict[str, WorkerState] = {}  # by name
         self._server: WorkerState | None = None
         self._granted: dict[Key, WorkerState] = {}
@@ -113,13 +115,14 @@ class SteeringPlugin(SchedulerPlugin):
         return list(self.scheduler.clients)
 
     def quarantine(self, device: str, why: str) -> None:
-        """A device gets nothing any more, and others do what it has; also if it leaves and joins again."""
+        """A device gets nothing any more, and others do what it has; also if it, or the scheduler, comes back."""
         self.quarantined.setdefault(device, why)
         logger.error("%s is in quarantine and gets no more tiles: %s", device, why)
         if device in self._devices:
             parcels = self.dispatcher.flying(device)
             self._gone(device)
             self._take_back(parcels, "cleave-quarantine")
+        self.guard.quarantine(device, why)
         self._tell("quarantined", device, why=why)
 
     # What Dask calls
@@ -332,7 +335,7 @@ def dask_setup(scheduler: Scheduler) -> None:
     scheduler.allowed_failures = 2**31  # a flaky link is never a bad tile
     scheduler.no_workers_timeout = None  # a step waits for devices to come back
     try:
-        steering = SteeringPlugin(scheduler)
+        steering = SteeringPlugin(scheduler, _ADMISSION.guard)
     except (CleaveError, ValueError) as error:
         raise SystemExit(f"the scheduler cannot steer: {error}") from error
     Measurements(scheduler, measured=steering.device_measured)

@@ -279,6 +279,7 @@ def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
     try:
         trust = Trust(config.get("verify"))
+        trust.quarantined.update(_ADMISSION.guard.quarantined())
     except CleaveError as error:  # Dask would only log it, and go on as a worker that is no server
         raise SystemExit(f"the server cannot start: {error}") from error
     calm_products()

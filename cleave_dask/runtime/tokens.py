@@ -44,6 +44,7 @@ class Member:
     joined: float  # seconds since the epoch
     expires: float  # ... until when its certificate holds
     revoked: bool = False
+    quarantined: str = ""  # why it gets no tiles any more; empty: it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,16 @@ class Register:
         tokens = tuple(replace(t, revoked=True) if t.id == which else t for t in self.tokens)
         members = tuple(replace(m, revoked=True) if which in (m.name, m.token) else m for m in self.members)
         return replace(self, tokens=tokens, members=members)
+
+    def quarantine(self, name: str, why: str) -> Self:
+        """Give a device no more tiles, for this reason; the first one stays."""
+        members = (replace(m, quarantined=m.quarantined or why) if m.name == name else m for m in self.members)
+        return replace(self, members=tuple(members))
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Devices that get no tiles any more, and why; a name is free again once it was revoked."""
+        return {m.name: m.quarantined for m in self.members if m.quarantined and not m.revoked}
 
     def allows(self, serial: str) -> bool:
         """Whether the certificate with this serial number was given out here and not revoked."""

@@ -64,6 +64,8 @@ EXAMINED = 32
 """Elements beyond the statistical bound whose drift is looked at, the worst ones first."""
 SAMPLED = 64
 """Rows of B that tell the scale of its columns, which need not be exact."""
+BLOCK = 1 << 16
+"""Numbers of a half that are widened at a time: 256 KB in float32."""
 REFERENCE = 1 << 21
 """Numbers of B that are held in float64 at a time when elements are multiplied again: 16 MB."""
 
@@ -135,31 +137,37 @@ class RightSide:
     @classmethod
     def of(cls, b: Array, dtype: str, seed: list[int]) -> Self:
         """Draw the vectors of a slice and multiply it by them."""
-        precision, wide = PRECISIONS[dtype], _wide(b, dtype)
+        precision = PRECISIONS[dtype]
         with np.errstate(all="ignore"):
-            scale = _column_scale(wide[:: max(1, len(wide) // SAMPLED)], precision)
+            scale = _column_scale(widen(b[:: max(1, len(b) // SAMPLED)], dtype), precision)
             if not scale.all():
-                scale = _column_scale(wide, precision)
+                scale = _column_scale(_wide(b, dtype), precision)
             fits = scale > 0
-            x = (scale[:, None] * _vectors(seed, len(scale), wide.dtype)).astype(wide.dtype, copy=False)
-            return cls(b, dtype, fits, x, (wide if fits.all() else np.where(fits, wide, 0)) @ x)
+            x = (scale[:, None] * _vectors(seed, len(scale), precision.sums)).astype(precision.sums, copy=False)
+            y = _times(b, dtype, x) if fits.all() else np.where(fits, _wide(b, dtype), 0) @ x
+            return cls(b, dtype, fits, x, y)
 
     def verify(self, a: Array, c: Array) -> bool:
         """Whether c is a @ b, for matrices of agreeing shapes."""
         if c.size == 0 or a.shape[1] == 0:
             return not c.any()
-        precision, left, product = PRECISIONS[self.dtype], _wide(a, self.dtype), _wide(c, self.dtype)
+        precision, dtype = PRECISIONS[self.dtype], self.dtype
+        left, wide, product = a, self.b, c
         with np.errstate(all="ignore"):
             sieved = product
             if not self.fits.all():
-                wide = _wide(self.b, self.dtype)
+                left, wide, product = (_wide(array, dtype) for array in (a, self.b, c))
+                dtype = precision.sums  # in which they are now
                 odd = np.flatnonzero(~self.fits)  # columns of zeros, or out of the range in which squares can be summed
                 odd = odd[wide[:, odd].any(axis=0) | product[:, odd].any(axis=0)]
                 if odd.size and not _elements_right(left, wide[:, odd], product[:, odd], np.arange(len(a)), precision):
                     return False
                 sieved = np.where(self.fits, product, 0)
-            rows = _suspects(left, sieved, precision, self.x, self.y)
-            return rows.size == 0 or _elements_right(left, _wide(self.b, self.dtype), product, rows, precision)
+            rows = _suspects(left, sieved, dtype, precision, self)
+            if rows.size == 0:
+                return True
+            left, wide, product = (_wide(array, dtype) for array in (left, wide, product))
+            return _elements_right(left, wide, product, rows, precision)
 
 
 def _wide(array: Array, dtype: str) -> Array:
@@ -169,6 +177,24 @@ def _wide(array: Array, dtype: str) -> Array:
         if wide.strides[along] == wide.itemsize and wide.strides[across] >= wide.itemsize * wide.shape[along]:
             return wide
     return np.ascontiguousarray(wide)
+
+
+def _times(array: Array, dtype: str, vectors: Array) -> Array:
+    """A matrix times vectors; halves are widened a block at a time, which is still in the cache when it is used."""
+    if PRECISIONS[dtype].unit == 0:
+        return np.asarray(_wide(array, dtype) @ vectors)
+    result = np.zeros((len(array), vectors.shape[1]), vectors.dtype)
+    if array.strides[0] < array.strides[1]:  # columns are in one piece, not rows
+        count = max(1, BLOCK // len(array))
+        for first in range(0, array.shape[1], count):
+            some = slice(first, first + count)
+            result += widen(array[:, some], dtype) @ vectors[some]
+        return result
+    count = max(1, BLOCK // array.shape[1])
+    for first in range(0, len(array), count):
+        some = slice(first, first + count)
+        np.matmul(widen(array[some], dtype), vectors, out=result[some])
+    return result
 
 
 def _column_scale(b: Array, precision: Precision) -> Array:
@@ -187,16 +213,16 @@ def _vectors(seed: list[int], count: int, dtype: Any) -> Array:
     return entries
 
 
-def _suspects(a: Array, c: Array, precision: Precision, x: Array, y: Array) -> Array:
+def _suspects(a: Array, c: Array, dtype: str, precision: Precision, side: RightSide) -> Array:
     """Rows whose residual is not explained by typical rounding, the least explained first."""
-    product = a @ y
-    residual, found = _mean_square(c @ x - product), _mean_square(product)
+    product = _times(a, dtype, side.y)
+    residual, found = _mean_square(_times(c, dtype, side.x) - product), _mean_square(product)
     sums, halves = precision.sum_unit**2 * (a.shape[1] + c.shape[1]), precision.unit**2
     rows = np.flatnonzero(~((residual <= (2 * sums + halves) * found) & np.isfinite(found)))
     if rows.size == 0:
         return rows
-    walk = np.square(a[rows], dtype="float64") @ _mean_square(y)
-    size = np.square(c[rows], dtype="float64") @ _mean_square(x)
+    walk = np.square(widen(a[rows], dtype), dtype="float64") @ _mean_square(side.y)
+    size = np.square(widen(c[rows], dtype), dtype="float64") @ _mean_square(side.x)
     excess = residual[rows] / (sums * (walk + size) + halves * size)
     excess[~np.isfinite(walk + size + excess)] = np.inf
     order = np.argsort(-excess)

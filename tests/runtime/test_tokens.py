@@ -42,6 +42,14 @@ def test_a_token_is_good_until_it_expires_or_is_revoked() -> None:
             register.check(wrong, "phone", now=NOW)
 
 
+def test_a_quarantine_is_remembered_until_the_device_is_revoked() -> None:
+    register = Register().admit(member("phone", token())).admit(member("tablet", token(2), serial="2"))
+    caught = register.quarantine("phone", "a wrong tile").quarantine("phone", "another").quarantine("nobody", "x")
+    assert Register.from_dict(caught.to_dict()).quarantined == {"phone": "a wrong tile"}
+    again = caught.revoke("phone").admit(member("phone", token(), serial="3"))
+    assert again.quarantined == {}
+
+
 def test_names_are_taken_once_and_are_plain() -> None:
     register = Register().issue(token(), now=NOW, lifetime=60).admit(member("phone", token()))
     with pytest.raises(AccessError, match="called phone has joined before"):

@@ -38,6 +38,10 @@ class SecuredCluster(ServedCluster):
         run: Any = self.sync
         self.url = f"https://127.0.0.1:{run(self.enrolment.start, '127.0.0.1', 0)}"
 
+    async def _close(self) -> None:
+        await self.enrolment.stop()
+        await super()._close()
+
     def token(self, lifetime: float = 3600) -> str:
         return self.keys.issue_token(now=time(), lifetime=lifetime)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from tests.security import attackers
 from tests.security.attackers import Exploit, call, lengths, registration, send_raw, stream
 from tests.security.clusters import SecuredCluster, devices_of, until_joined
 from tests.waiting import until
+
+PUSH = {"op": "cleave_push", "run": "x", "step": 0, "job": 0, "tile": 0, "device": "honest", "arrays": ()}
+PUSH |= {"pull_seconds": 0.0, "compute_seconds": 0.0, "timing": {}, "moved": {}}
 
 CUT = partial(plan, min_flops=0, grid=(2, 2, 1))  # one grid whoever is there, so that every bit of the loss is the same
 
@@ -139,8 +143,6 @@ def test_the_server_runs_nothing_and_takes_no_memory(
     cluster: SecuredCluster, client: Client, mallory: Files, exploit: Exploit, clean: list[float]
 ) -> None:
     address = inspect(client).server
-    push = {"op": "cleave_push", "run": "x", "step": 0, "job": 0, "tile": 0, "device": "honest", "arrays": ()}
-    push |= {"pull_seconds": 0.0, "compute_seconds": 0.0, "timing": {}, "moved": {}}
     header, _ = serialize(np.zeros(8))
     bomb = zlib.compress(bytes(100 << 20))
     packed = Serialized({**header, "compression": ("zlib",)}, [bomb])
@@ -161,9 +163,9 @@ def test_the_server_runs_nothing_and_takes_no_memory(
         slow = [asyncio.ensure_future(one) for one in (attackers.silent(address), attackers.mute(mallory, address))]
         answers = {name: await call(mallory, address, message) for name, message in refused.items()}
         answers["10 GB"] = await send_raw(mallory, address, lengths(10_000_000_000))
-        answers["pickles"] = await call(mallory, address, {**push, "arrays": [ToPickle(exploit)]})
-        answers["objects"] = await call(mallory, address, {**push, "arrays": [to_serialize(exploit)]})
-        stray = {**push, "arrays": [to_serialize(np.zeros(8 << 20))]}  # 64 MB that nobody waits for
+        answers["pickles"] = await call(mallory, address, {**PUSH, "arrays": [ToPickle(exploit)]})
+        answers["objects"] = await call(mallory, address, {**PUSH, "arrays": [to_serialize(exploit)]})
+        stray = {**PUSH, "arrays": [to_serialize(np.zeros(8 << 20))]}  # 64 MB that nobody waits for
         answers["stray"] = await call(mallory, address, *[stray] * 3)
         answers["slow"] = await asyncio.gather(*slow)
         return answers
@@ -191,6 +193,20 @@ def test_a_lying_device_changes_nothing(
         assert losses == clean
         assert devices == {"honest", "liar"}, "tiles are whose connection they came over"
         assert repeated > 0, "pushes were repeated"
+
+
+def test_a_restart_ends_no_quarantine(cluster: SecuredCluster, client: Client, tmp_path: Path) -> None:
+    """A new scheduler and a new server, with the keys and the register that are on disk."""
+    scheduler: Any = client.scheduler
+    files = cluster.enrol("fallen")
+    client.sync(scheduler.cleave_quarantine, device="fallen", why="a wrong tile")
+    copytree(cluster.root / "server", tmp_path / "server")
+    with SecuredCluster(tmp_path) as restarted, Client(restarted, set_as_default=False) as other:
+        scheduler = other.scheduler
+        assert other.sync(scheduler.cleave_info)["quarantined"] == {"fallen": "a wrong tile"}
+        server = next(iter(other.sync(scheduler.cleave_info)["server"].values()))["address"]
+        answer = asyncio.run(call(files, server, PUSH))
+    assert answer == {"accepted": False, "why": "fallen is in quarantine: a wrong tile"}
 
 
 def test_another_authority_and_a_revoked_device_cannot_connect(
