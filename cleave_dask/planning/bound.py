@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def gemm_bound(
         longer = (by_devices * _FURTHER).tolist()
         short = [t for t in longer if _in_slots(worth, t, slot, _SLOT_GROUPS[-1]) < shape.volume * (1 - 1e-9)]
         by_devices = max([by_devices, *short])
-    by_egress = _least(lambda t: _sent(shape, rates, server, t) >= shape.volume, start=by_devices)
+    by_egress = _least(lambda t: _sent(shape, rates, server, t) / shape.volume, start=by_devices)
     by_ingress = shape.m * shape.n * shape.up_bytes / server.ingress
     found = max(by_devices, by_egress, by_ingress)
     if found == by_devices:
@@ -132,8 +133,8 @@ def _by_devices(worth: _Worth, *, slot: float, start: float, groups: int = 1) ->
     """Seconds, more than `start`, below which the devices cannot do a gemm."""
     needed = worth.shape.m * worth.shape.n * (1 - 1e-9)  # a sum that is rounded down may be all the same
     if slot:
-        return _least(lambda seconds: _in_slots(worth, seconds, slot, groups) >= needed, start=start)
-    return _least(lambda seconds: float(worth(np.full(1, seconds)).sum()) >= needed, start=start)
+        return _least(lambda seconds: _in_slots(worth, seconds, slot, groups) / needed, start=start)
+    return _least(lambda seconds: float(worth(np.full(1, seconds)).sum()) / needed, start=start)
 
 
 def _in_slots(worths: _Worth, seconds: float, slot: float, groups: int) -> float:
@@ -183,16 +184,25 @@ def _busiest(shape: Shape, rates: Rates, seconds: float) -> str:
     return max(gains, key=lambda name: gains[name])
 
 
-def _least(enough: Callable[[float], bool], *, start: float = 0.0) -> float:
-    """The least number of seconds that is enough, from below: what is returned is not enough, or only just."""
-    step = _PRECISION if start else 0.5
-    low, high = start, max(1e-9, (1 + step) * start)
-    while not enough(high):
-        step = min(3.0, 2 * step)
-        low, high = high, (1 + step) * high
+def _least(share: Callable[[float], float], *, start: float = 0.0) -> float:
+    """The least number of seconds that is enough, from below: what is returned is not enough, or only just.
+
+    `share` says how much of what is needed can be done in a time. That is about a power of the time, so a line through
+    two points in logarithms tells where to look; where it does not, as with whole cells, the middle does.
+    """
+    low, below = start, share(start) if start else 0.0
+    high, above = max(low, 1e-9), below
+    while above < 1.0:
+        low, below = high, above
+        high *= min(4.0, max(1.0 + _PRECISION, 1.02 * max(below, 1e-3) ** -0.7))
+        above = share(high)
         if high > 1e18:
             return float("inf")
-    while high - low > _PRECISION * low:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+    while (gap := high - low) > _PRECISION * low:
+        line = low * (high / low) ** (log(below) / log(below / above)) if below > 0.0 else 0.0
+        for seconds in (line * (1 - _PRECISION / 3), line * (1 + _PRECISION / 3), None):
+            near = seconds or (low + high) / 2
+            if low < near < high and (seconds or high - low > gap / 2):
+                value = share(near)
+                low, below, high, above = (near, value, high, above) if value < 1.0 else (low, below, near, value)
     return low
