@@ -10,10 +10,8 @@ the longest work still waiting, if it would be through before that device. So a 
 device that joins late, or is faster than planned, still finds work. Filler, which nobody waits for, is sent while the
 window has room; a parcel of the critical path only counts others of its kind, because a device turns to it first.
 
-Lateness. A device should show something, a finished parcel, within FACTOR times what its largest parcel in flight takes
-by its figures and its pace so far, plus GRACE. If it does not, its parcels in flight are handed to others, and it gets
-nothing more until it is heard of. It may still be the first to deliver: the first result wins, which is the server's
-business. Each handover doubles the patience, so that a parcel does not wander for ever.
+Parcels in flight on a device that is late (`lateness`) are handed to others, and it gets nothing more until it is heard
+of. It may still be the first to deliver: the first result wins, which is the server's business.
 
 Every event costs O(log devices); `tick` looks only at devices that may be late. `settle` asks each device to which
 something has happened, and those that had nothing to do in turn, until LOOKS of them in a row decline.
@@ -26,7 +24,6 @@ from collections.abc import Iterable
 
 from cleave_dask.planning.dispatch_state import (
     ANYONE,
-    FACTOR,
     FORGIVING,
     GRACE,
     HELPFUL,
@@ -39,6 +36,7 @@ from cleave_dask.planning.dispatch_state import (
     ParcelId,
     WaitingParcel,
 )
+from cleave_dask.planning.lateness import Lateness
 from cleave_dask.planning.lowest import Lowest
 from cleave_dask.planning.parcels import Figures, Work
 from cleave_dask.planning.waiting import Waiting
@@ -56,8 +54,8 @@ class Dispatcher:
         self._listed: set[str] = set()
         self._idle: OrderedDict[str, None] = OrderedDict()  # devices that had nothing to do, the longest unasked first
         self._paces = Lowest()  # of devices that take parcels
-        self._due = Lowest()  # when a device with parcels in flight may be late, at the earliest
-        self._pushed = 0
+        self._lateness = Lateness(self._devices, self._parcels)
+        self._pushed = self._flying = 0
 
     # What can be looked at
 
@@ -113,7 +111,9 @@ class Dispatcher:
         known = self._devices.get(device)
         if known is not None:
             known.figures = figures
-            self._watch(device, known, now)
+            for parcel in known.flying:
+                self._parcels[parcel].cost = self._cost(self._parcels[parcel], device, known)
+            self._lateness.watch(device, now)
             return
         state = self._devices[device] = DeviceState(figures, heard=now, since=now)
         self._waiting.open(device)
@@ -126,8 +126,9 @@ class Dispatcher:
             return
         for name in state.flying:
             self._parcels[name].holder = None
-        for known in (self._paces, self._due):
-            known.drop(device)
+        self._flying -= len(state.flying)
+        self._paces.drop(device)
+        self._lateness.drop(device)
         self._idle.pop(device, None)
         self._waiting.close(device)
 
@@ -188,7 +189,7 @@ class Dispatcher:
                 self._observe(this.holder, state, this, now)
             state.since = now
             state.heard, state.silent = max(state.heard, now), False
-            self._watch(this.holder, state, now)
+            self._lateness.watch(this.holder, now + GRACE)
             self._settled(this.holder, state)
         this.holder = None
         if done and this.queue is None:
@@ -205,7 +206,7 @@ class Dispatcher:
             self._parcels[parcel] = this
             self._drop(self._devices[this.holder], parcel)
             del self._parcels[parcel]
-            self._watch(this.holder, self._devices[this.holder], 0.0)
+            self._lateness.watch(this.holder, 0.0)
             self._has_room(this.holder)
 
     # Instructions
@@ -217,7 +218,7 @@ class Dispatcher:
             device = self._free.popleft()
             self._listed.discard(device)
             self._place(device, now, placed)
-        declined, most = 0, LOOKS if self._due.least() else len(self._idle)  # nobody works: nothing else would happen
+        declined, most = 0, LOOKS if self._flying else len(self._idle)  # nobody works: nothing else would happen
         while self._idle and self._waiting.count and declined < most:
             device, _ = self._idle.popitem(last=False)
             declined = 0 if self._place(device, now, placed) else declined + 1
@@ -240,26 +241,15 @@ class Dispatcher:
     def tick(self, now: float) -> list[Handover]:
         """Time has passed: parcels that are late, to be taken back. Each then comes as ready again."""
         late: list[Handover] = []
-        waited_for: list[str] = []
-        while (due := self._due.least()) is not None and due[0] <= now:
-            name = due[1]
+        for name, begun in self._lateness.late(now, self.pace, len(self._paces)):
             state = self._devices[name]
-            self._due.drop(name)
-            first = self._parcels[next(iter(state.flying))]
-            begun = max(state.since, first.sent)
-            deadline = begun + self._patience(name, state)
-            if now < deadline:
-                # the pace of the fleet, which may still change, stands in for one that is not known
-                self._due.set(name, deadline if state.pace is not None else min(deadline, now + GRACE))
-            elif not self._others(name):
-                waited_for.append(name)
-            else:
-                if state.heard > begun:  # it lives, so it is slow
-                    pace = (now - begun) / self._cost(first, name, state)
-                    self._paced(name, state, max(state.pace or 0.0, pace))
-                late += self._take_back(name, state, now)
-        for name in waited_for:
-            self._due.set(name, now)
+            if not self._others(name):
+                self._lateness.watch(name, now)
+                continue
+            if state.heard > begun:  # it lives, so it is slow
+                pace = (now - begun) / self._parcels[next(iter(state.flying))].cost
+                self._paced(name, state, max(state.pace or 0.0, pace))
+            late += self._take_back(name, state, now)
         return late
 
     def _take_back(self, name: str, state: DeviceState, now: float) -> list[Handover]:
@@ -268,19 +258,15 @@ class Dispatcher:
         for parcel in taken:
             this = self._parcels[parcel]
             this.holder, this.late_on = None, (*this.late_on, name)
+        self._flying -= len(taken)
+        self._lateness.drop(name)
         state.flying.clear()
-        state.critical = 0
+        state.critical = state.excused = 0
         state.since, state.silent = now, True
         self._settled(name, state)
         return [Handover(parcel, name) for parcel in taken]
 
     # Inside
-
-    def _patience(self, name: str, state: DeviceState) -> float:
-        """Seconds within which a device must show something."""
-        longest = max(self._seconds(self._parcels[parcel], name, state) for parcel in state.flying)
-        handovers = min(len(self._parcels[parcel].late_on) for parcel in state.flying)
-        return (FACTOR * longest + GRACE) * 2.0 ** min(handovers, 8)
 
     def _others(self, device: str) -> bool:
         """Whether anybody but this device can take parcels."""
@@ -297,7 +283,9 @@ class Dispatcher:
 
     def _observe(self, device: str, state: DeviceState, this: WaitingParcel, now: float) -> None:
         """A device's pace, from the time between its results."""
-        ratio = (now - max(state.since, this.sent)) / self._cost(this, device, state)
+        seconds = now - max(state.since, this.sent)
+        self._lateness.shown(device, state, seconds, this.cost)
+        ratio = seconds / this.cost
         self._paced(device, state, ratio if state.pace is None else (1 - MEMORY) * state.pace + MEMORY * ratio)
         share = MEMORY / max(1, len(self._devices))
         self._waiting.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
@@ -353,26 +341,21 @@ class Dispatcher:
         self._has_room(queue)
 
     def _send(self, parcel: ParcelId, this: WaitingParcel, device: str, now: float) -> None:
-        this.holder, this.sent = device, now
         state = self._devices[device]
+        this.holder, this.sent, this.cost = device, now, self._cost(this, device, state)
         state.flying[parcel] = None
         state.critical += not this.filler
-        self._watch(device, state, now)
+        self._flying += 1
+        self._lateness.watch(device, now + GRACE)
 
     def _drop(self, state: DeviceState, parcel: ParcelId) -> None:
         del state.flying[parcel]
+        self._flying -= 1
         state.critical -= not self._parcels[parcel].filler
 
     def _room(self, state: DeviceState, this: WaitingParcel) -> bool:
         """Whether a device may have one more parcel of this kind in flight."""
         return (len(state.flying) if this.filler else state.critical) < self.window
-
-    def _watch(self, device: str, state: DeviceState, now: float) -> None:
-        """What a device has in flight has changed, and so has when it is late: the next tick looks."""
-        if state.flying:
-            self._due.set(device, now)
-        else:
-            self._due.drop(device)
 
     def _paced(self, device: str, state: DeviceState, pace: float) -> None:
         state.pace = pace
@@ -393,7 +376,6 @@ class Dispatcher:
         else:
             self._paces.drop(device)
             self._idle.pop(device, None)
-            self._watch(device, state, 0.0)
             self._waiting.close(device)
             self._waiting.open(device)
             state.backlog = 0.0

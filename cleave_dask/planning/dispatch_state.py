@@ -13,6 +13,9 @@ FACTOR = 1.7
 GRACE = 0.6
 """Seconds added to that: a busy machine is no lost one."""
 
+HEARABLE = 10.0
+"""Seconds since its last sign of life after which a device may be gone. Workers of 1,024 give one in 6 s."""
+
 SLUGGISH = 3.0
 """From so many times the common pace on, a device leaves parcels to others that would be through sooner."""
 
@@ -33,7 +36,7 @@ ParcelId = Any
 """Whatever the caller knows a parcel by; it is only hashed and compared."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class WaitingParcel:
     """A parcel that waits or is in flight."""
 
@@ -45,10 +48,11 @@ class WaitingParcel:
     queue: str | None = None  # where it waits
     holder: str | None = None  # who has it
     sent: float = 0.0
+    cost: float = 0.0  # seconds by the figures of who has it
     late_on: tuple[str, ...] = ()  # devices that it was taken back from
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class DeviceState:
     """A device that has joined."""
 
@@ -60,6 +64,7 @@ class DeviceState:
     heard: float = 0.0
     since: float = 0.0  # its last finished parcel, or handover
     planned: bool = False  # whether anything was ever planned for it
+    excused: int = 0  # times that it was behind together with most of the fleet, since its last finished parcel
     silent: bool = False  # late, and not heard of since
     paused: bool = False
 

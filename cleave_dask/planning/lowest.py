@@ -15,6 +15,10 @@ class Lowest:
     def __len__(self) -> int:
         return len(self._values)
 
+    def get(self, name: str) -> float | None:
+        """The value of a name."""
+        return self._values.get(name)
+
     def set(self, name: str, value: float) -> None:
         """The value of a name from now on."""
         if self._values.get(name) != value:

@@ -24,9 +24,9 @@ class Cut:
     work: Work
     tiles: Ints  # their numbers
     slices: tuple[tuple[Ints, Ints, Floats], ...]  # pieces of each operand, tile after tile: whose, name, bytes
-    down: Floats  # bytes for each tile if nothing is there yet: what tiles share counts for the first that has it
-    flops: Floats
-    up: Floats  # bytes
+    down: Sequence[float]  # bytes for each tile if nothing is there yet; what is shared counts for the first of them
+    flops: Sequence[float]
+    up: Sequence[float]  # bytes
     only: bool  # all that its device has of the gemm
 
     def tile(self, place: int) -> Cut:
@@ -36,8 +36,8 @@ class Cut:
             part = slice(*np.searchsorted(whose, (place, place + 1)))
             pieces.append((whose[part] - place, names[part], sizes[part]))
         down = float(sum(sizes.sum() for _, _, sizes in pieces))
-        work = Work(float(self.flops[place]), down, float(self.up[place]), down)
-        columns = self.tiles[here], tuple(pieces), np.array([down]), self.flops[here], self.up[here]
+        work = Work(self.flops[place], down, self.up[place], down)
+        columns = self.tiles[here], tuple(pieces), [down], self.flops[here], self.up[here]
         return Cut(self.device, work, *columns, only=False)
 
 
@@ -72,8 +72,8 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
             )
             for (place, *rest), first in zip(pieces, firsts, strict=True)
         )
-        only = counts[device] == 1
-        found.append(Cut(device, Work(*work), order[part], here, down[part], flops[part], up[part], only))
+        columns = down[part].tolist(), flops[part].tolist(), up[part].tolist()
+        found.append(Cut(device, Work(*work), order[part], here, *columns, only=counts[device] == 1))
     return found
 
 
@@ -94,8 +94,9 @@ def recut(
         for each, mine, end in zip(dealt, numbered, ends.tolist(), strict=True):
             part = slice(end - len(mine), end)
             here = tuple(_within(piece, part, names) for piece in pieces)
-            down = np.array([sum(float(sizes[place == n].sum()) for place, _, sizes in here) for n in range(len(mine))])
-            found.append(Cut(each.device, each.work, mine, here, down, flops[part], up[part], only=False))
+            down = [sum(float(sizes[place == n].sum()) for place, _, sizes in here) for n in range(len(mine))]
+            columns = flops[part].tolist(), up[part].tolist()
+            found.append(Cut(each.device, each.work, mine, here, down, *columns, only=False))
     return [each for number, each in enumerate(cuts) if number not in changed] + found
 
 

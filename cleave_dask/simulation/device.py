@@ -8,13 +8,15 @@ for each part by urgency and a link has few of them under way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import ceil
 
 import numpy as np
 
-from cleave_dask.fleet.devices import Device
-from cleave_dask.planning.cost import FILLER_SHARE, UNDER_WAY, Floats
+from cleave_dask.fleet.devices import Device, Link
+from cleave_dask.planning.cost import FILLER_SHARE, UNDER_WAY
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.simulation.cuts import Cut
 from cleave_dask.simulation.measured import Costs
@@ -29,7 +31,7 @@ RUNS = 6
 """Runs that a parcel of filler comes down in at most; more would cost the simulation more than they show."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Parcel:
     """Tiles of a job that travel together, and what has become of them."""
 
@@ -42,7 +44,7 @@ class Parcel:
     seen: int = 0  # tiles that came in from anybody
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Attempt:
     """A parcel on a device."""
 
@@ -61,24 +63,26 @@ class Attempt:
         return self.next >= len(self.parcel.cut.tiles)
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Run:
     """Tiles of an attempt that come down together."""
 
     attempt: Attempt
     tiles: slice
-    down: Floats  # bytes, by tile
+    down: Sequence[float]  # bytes, by tile
     begun: float
     down_bytes: float  # of all its tiles
     up_bytes: float
+    ends: float = 0.0  # when it is down, if nothing comes between
+    moves: int = 0  # times that it was pushed aside
     left: float = 0.0  # seconds that it still takes to come down, if it was pushed aside
     stood: float = 0.0  # what filler of its device had stood still before the uplink when this was last moved on
-    arrived: Floats = field(default_factory=lambda: np.zeros(0))  # when each tile was down
-    multiplied: Floats = field(default_factory=lambda: np.zeros(0))
-    sent: Floats = field(default_factory=lambda: np.zeros(0))  # when each should be up
+    arrived: Sequence[float] = ()  # when each tile was down
+    multiplied: Sequence[float] = ()
+    sent: Sequence[float] = ()  # when each should be up
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Stage:
     """The multiplier or the uplink: what others wait for goes first, filler stands still meanwhile."""
 
@@ -86,29 +90,38 @@ class Stage:
     filler: float = 0.0
     stood: float = 0.0  # seconds that filler has stood still, all in all
 
-    def serve(self, ready: Floats, seconds: Floats, *, filler: bool, behind: float = 0.0) -> Floats:
-        """When each of several tiles is through; `behind`: seconds of filler that are under way and come first."""
+    def serve(
+        self, ready: Sequence[float], amounts: Sequence[float], rate: float, *, filler: bool, behind: float
+    ) -> list[float]:
+        """When each of several tiles is through, at so many seconds for each part of their `amounts`.
+
+        `behind`: seconds of filler that are under way and come first.
+        """
         if filler:
-            through = served(ready, seconds, max(self.filler, self.critical))
-            self.filler = float(through[-1])
+            through = served(ready, amounts, rate, max(self.filler, self.critical))
+            self.filler = through[-1]
             return through
-        first, waits = float(ready[0]), self.filler > ready[0]
-        through = served(ready, seconds, max(self.critical, first + min(behind, self.filler - first) if waits else 0.0))
-        self.critical = float(through[-1])
+        first, free = ready[0], self.critical
+        waits = self.filler > first
         if waits:
-            total = float(seconds.sum())
+            free = max(free, min(first + behind, self.filler))
+        through = served(ready, amounts, rate, free)
+        self.critical = through[-1]
+        if waits:
+            total = sum(amounts) * rate
             self.filler += total
             self.stood += total
         return through
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class SimulatedDevice:
     """A device: when each of its parts is free, and the attempts that it has."""
 
     device: Device
     costs: Costs
     life: int = 0
+    figures: Figures = field(init=False)  # what the dispatcher knows of it
     present: bool = True
     factor: float = 1.0  # how many times slower than it should be
     stalled_at: float | None = None
@@ -122,12 +135,18 @@ class SimulatedDevice:
     _half_a_tile: float = 0.0  # seconds of the multiplier, of the filler that it had last
     _results_under_way: float = 0.0  # seconds of the uplink, of the same
 
+    def __post_init__(self) -> None:
+        self.relink(self.device.down, self.device.up)
+
     @property
-    def figures(self) -> Figures:
-        """What the dispatcher knows of it."""
-        return Figures(
-            self.device.flops, self.device.down.bandwidth, self.device.up.bandwidth, self.device.down.latency
-        )
+    def name(self) -> str:
+        """Of the device."""
+        return self.device.name
+
+    def relink(self, down: Link, up: Link) -> None:
+        """Its links are others from now on; a transfer under way ends at the rate that it began with."""
+        self.device = replace(self.device, down=down, up=up)
+        self.figures = Figures(self.device.flops, down.bandwidth, up.bandwidth, down.latency)
 
     def under_way(self, run: Run, seconds: float) -> float:
         """Seconds of a link that tiles of filler take which are under way and come first, if all take `seconds`."""
@@ -137,10 +156,9 @@ class SimulatedDevice:
 
     def load(self, now: float) -> Run | None:
         """Begin to fetch the next run of the most urgent parcel, if it may come down now."""
-        self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
-        if not self.waiting or not self.present or self.stalled_at is not None:
+        attempt = self._most_urgent()
+        if attempt is None or not self.present or self.stalled_at is not None:
             return None
-        attempt = min(self.waiting, key=lambda waiting: waiting.parcel.rank)
         critical = not attempt.parcel.filler
         if self.loading is not None:
             if self.pushed_aside is not None or not critical or not self.loading.attempt.parcel.filler:
@@ -155,8 +173,14 @@ class SimulatedDevice:
         attempt.next = tiles.stop
         attempt.runs += 1
         down = self._fetch(attempt, tiles)
-        self.loading = Run(attempt, tiles, down, now, float(down.sum()), float(cut.up[tiles].sum()))
+        self.loading = Run(attempt, tiles, down, now, sum(down), sum(cut.up[tiles]))
         return self.loading
+
+    def _most_urgent(self) -> Attempt | None:
+        """The attempt that comes first; those that nobody wants any more are forgotten."""
+        if not all(attempt.parcel.open for attempt in self.waiting):
+            self.waiting = [attempt for attempt in self.waiting if attempt.parcel.open]
+        return min(self.waiting, key=_rank, default=None)
 
     def down_seconds(self, run: Run) -> float:
         """Seconds that a run takes to come down if the server has nobody else to serve."""
@@ -176,17 +200,20 @@ class SimulatedDevice:
         attempt, cut, filler = run.attempt, run.attempt.parcel.cut, run.attempt.parcel.filler
         if not attempt.complete:
             self.waiting.append(attempt)
-        share = np.cumsum(run.down) / run.down_bytes if run.down_bytes else np.ones(len(run.down))
-        run.arrived = run.begun + (now - run.begun) * share
-        seconds = cut.flops[run.tiles] * (self.factor / self.device.flops)
-        run.multiplied = self.multiplier.serve(run.arrived, seconds, filler=filler, behind=self._half_a_tile)
+        if run.down_bytes:
+            scale = (now - run.begun) / run.down_bytes
+            run.arrived = [run.begun + scale * down for down in accumulate(run.down)]
+        else:
+            run.arrived = [now] * len(run.down)
+        flops, rate = cut.flops[run.tiles], self.factor / self.device.flops
+        run.multiplied = self.multiplier.serve(run.arrived, flops, rate, filler=filler, behind=self._half_a_tile)
         if filler:
-            self._half_a_tile = float(seconds[-1]) / 2
-        carried = cut.up[run.tiles] + (self.costs.message + run.down_bytes * self.costs.confirmation / len(run.down))
-        seconds = carried * (self.factor / self.device.up.bandwidth)
-        run.sent = self.uplink.serve(run.multiplied, seconds, filler=filler, behind=self._results_under_way)
+            self._half_a_tile = flops[-1] * rate / 2
+        beside = self.costs.message + run.down_bytes * self.costs.confirmation / len(run.down)
+        carried, rate = [up + beside for up in cut.up[run.tiles]], self.factor / self.device.up.bandwidth
+        run.sent = self.uplink.serve(run.multiplied, carried, rate, filler=filler, behind=self._results_under_way)
         if filler:
-            self._results_under_way = self.under_way(run, run.up_bytes * self.factor / self.device.up.bandwidth)
+            self._results_under_way = self.under_way(run, run.up_bytes * rate)
         run.stood = self.uplink.stood
 
     def left_to_send(self, run: Run) -> float:
@@ -202,12 +229,12 @@ class SimulatedDevice:
             stage.critical += stood
             stage.filler += stood
 
-    def _fetch(self, attempt: Attempt, run: slice) -> Floats:
+    def _fetch(self, attempt: Attempt, run: slice) -> Sequence[float]:
         """Bytes that come down for each tile of a run; slices that the device keeps do not."""
         cut = attempt.parcel.cut
         if cut.only and attempt.parcel.accepted == 0 and cut.work.down_bytes <= self.device.memory / 2:
             return cut.down[run]
-        fetched, needed = np.zeros(run.stop - run.start), []
+        fetched, needed = [0.0] * (run.stop - run.start), []
         for operand, (places, names, sizes) in enumerate(cut.slices):
             part = slice(*np.searchsorted(places, (run.start, run.stop)))
             columns = (places[part] - run.start, names[part], sizes[part])
@@ -223,11 +250,14 @@ class SimulatedDevice:
         return fetched
 
 
-def served(ready: Floats, seconds: Floats, free: float) -> Floats:
-    """When each of several jobs that come one after another is through, on a machine that is free from `free` on.
-
-    through[i] = max(through[i - 1], ready[i]) + seconds[i]
-    """
-    total = np.cumsum(seconds)
-    through: Floats = total + np.maximum.accumulate(np.maximum(ready, free) - (total - seconds))
+def served(ready: Sequence[float], amounts: Sequence[float], rate: float, free: float) -> list[float]:
+    """When each of several jobs that come one after another is through, on a machine that is free from `free` on."""
+    through = []
+    for begin, amount in zip(ready, amounts, strict=True):
+        free = (begin if begin > free else free) + amount * rate
+        through.append(free)
     return through
+
+
+def _rank(attempt: Attempt) -> int:
+    return attempt.parcel.rank

@@ -3,23 +3,22 @@
 While the devices' own links together want less than the server can carry, each transfer runs at its device's speed.
 Where they want more, all are slowed by the same factor s = capacity / sum of their speeds. Time as the transfers see it
 then runs s times slower, so a transfer that would take x seconds alone ends when that clock has advanced by x: one heap
-holds all of them in an order that never changes, whoever comes and goes. A server that can carry all that its devices
-could ever want is `roomy`: transfers then know nothing of each other.
+holds all of them in an order that never changes, whoever comes and goes.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import inf
 from typing import Any
+
+from cleave_dask.fleet.devices import Fleet
 
 
 class SharedLink:
     """Transfers in flight through one end of the server."""
 
-    def __init__(self, capacity: float, *, wanted: float = inf) -> None:
+    def __init__(self, capacity: float) -> None:
         self.capacity = capacity  # bytes per second
-        self.roomy = wanted <= capacity  # no transfer ever waits for another
         self.version = 0  # changes with whatever changes the time of the next end
         self.watched = -1  # the version whose end somebody waits for
         self._wanted = 0.0  # bytes per second, of all transfers in flight
@@ -29,24 +28,15 @@ class SharedLink:
         self._flying: dict[Any, tuple[float, int, float]] = {}  # by what they are: end, number, speed
         self._count = 0
 
-    def add(self, now: float, seconds: float, speed: float, what: Any) -> int:
-        """A transfer begins that would take `seconds` alone at its device's `speed` (bytes/s); its number."""
+    def add(self, now: float, seconds: float, speed: float, what: Any) -> None:
+        """A transfer begins that would take `seconds` alone at its device's `speed` (bytes/s)."""
         self._advance(now)
         self._count += 1
         end = self._clock + seconds
         self._flying[what] = end, self._count, speed
-        if not self.roomy:
-            heappush(self._ends, (end, self._count, speed, what))
-            self._wanted += speed
-            self.version += 1
-        return self._count
-
-    def ended(self, what: Any, number: int) -> bool:
-        """Whether a transfer over a roomy link is over, whose time it is: it was not taken back."""
-        if self._flying.get(what, (0.0, 0))[1] != number:
-            return False
-        del self._flying[what]
-        return True
+        heappush(self._ends, (end, self._count, speed, what))
+        self._wanted += speed
+        self.version += 1
 
     def take_back(self, now: float, what: Any) -> float:
         """A transfer stands still; the seconds that it would still take alone."""
@@ -81,3 +71,16 @@ class SharedLink:
     def _advance(self, now: float) -> None:
         self._clock += (now - self._now) * self._share
         self._now = now
+
+
+def server_links(fleet: Fleet, *, changing: bool) -> tuple[SharedLink | None, SharedLink | None]:
+    """Egress and ingress of the server; None where it carries all that the devices could ever want together.
+
+    That is not known where the devices' links are `changing`.
+    """
+    wanted = (sum(one.down.bandwidth for one in fleet.devices), sum(one.up.bandwidth for one in fleet.devices))
+    egress, ingress = (
+        SharedLink(most) if changing or together > most else None
+        for together, most in zip(wanted, (fleet.server.egress, fleet.server.ingress), strict=True)
+    )
+    return egress, ingress

@@ -11,10 +11,11 @@ Nothing is random: the same plan and churn give the same trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
-from math import inf
 from typing import Any
 
 from cleave_dask.errors import InputError, StepError
@@ -24,14 +25,18 @@ from cleave_dask.planning.cost import Shape
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.values import Plan, Tiles
 from cleave_dask.runtime.rounds import Schedule, followers, schedule
-from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, MOST_ROWS, Trace
+from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.simulation.cuts import Cut, cut, recut
 from cleave_dask.simulation.device import Attempt, Parcel, Run, SimulatedDevice
 from cleave_dask.simulation.measured import MEASURED, Costs
-from cleave_dask.simulation.sharing import SharedLink
+from cleave_dask.simulation.recording import rows_of
+from cleave_dask.simulation.sharing import SharedLink, server_links
 
 TICK = 0.2
 """Seconds between two looks for late parcels, as on the real scheduler."""
+
+TICKS = 400
+"""They grow to this part of the time so far: what is late after hours is late a few seconds more or less."""
 
 VERIFIED = 16.0
 """Floating point operations of the server for each number of a tile's operands and result: eight random vectors."""
@@ -62,7 +67,9 @@ class Simulator:
         for name, device in self.devices.items():
             self.dispatcher.device_joined(name, device.figures, 0.0)
         self.parcels: list[Parcel] = []
-        self.egress, self.ingress = self._server_links(churn)
+        changing = any(event.kind in ("down", "up") for event in churn or ())
+        self.egress, self.ingress = server_links(plan.fleet, changing=changing)
+        self._shared = [link for link in (self.egress, self.ingress) if link is not None]
         self.rows: list[tuple[Any, ...]] = []
         self.down_bytes = self.up_bytes = 0.0
         self.handovers = self.lost = 0
@@ -74,10 +81,12 @@ class Simulator:
         self._left_of_round = [len(this.jobs) + len(this.after) for this in self.schedule.rounds]
         self._rounds_left = len(self.schedule.rounds)
         self._followers = followers(self.schedule)
+        checking = VERIFIED / plan.fleet.server.flops
+        self._per_byte = [costs.byte + checking / ITEMSIZE[job.gemm.tile_dtype] for job in self.schedule.jobs]
         self._cuts: dict[tuple[Any, ...], list[Cut]] = {}
-        self._held: dict[str, list[tuple[Callable[[str, Run], None], Run]]] = {}  # by a stall
+        self._held: dict[str, list[tuple[Callable[[SimulatedDevice, Run], None], Run]]] = {}  # by a stall
         self._under_way: dict[str, list[Attempt]] = {}  # attempts of each device, where some may leave
-        self._churning = bool(churn)
+        self._churning, self._unsettled = bool(churn), True
         for event in churn or ():
             if event.device not in self.devices:
                 raise InputError(f"churn speaks of device {event.device!r}, which is not in the fleet of this plan")
@@ -93,25 +102,25 @@ class Simulator:
             if left == 0:
                 self._job_ready(number)
         self._settle()
-        while self._rounds_left:
-            if not self._heap:
-                raise StepError("the simulated step stands still: no device is left, and none will join")
-            self.now, _, action, arguments = heappop(self._heap)
-            action(*arguments)
-            if self._heap and self._heap[0][0] <= self.now:
-                continue
-            self._settle()
+        with _without_collecting():
+            self._play()
         server = self.fleet.server
         seconds = max(self.now, self.down_bytes / server.egress, self.up_bytes / server.ingress)
         return Trace.of(self.rows, lasted=seconds)
 
-    def _server_links(self, churn: Churn | None) -> tuple[SharedLink, SharedLink]:
-        """Egress and ingress: what all devices could want of them together, if that does not change, may be less."""
-        down, up = (sum(d.down.bandwidth for d in self.fleet.devices), sum(d.up.bandwidth for d in self.fleet.devices))
-        if any(event.kind in ("down", "up") for event in churn or ()):
-            down = up = inf
-        server = self.fleet.server
-        return SharedLink(server.egress, wanted=down), SharedLink(server.ingress, wanted=up)
+    def _play(self) -> None:
+        heap = self._heap
+        while self._rounds_left:
+            if not heap:
+                raise StepError("the simulated step stands still: no device is left, and none will join")
+            self.now, _, action, arguments = heappop(heap)
+            action(*arguments)
+            if heap and heap[0][0] <= self.now:
+                continue
+            if self._unsettled:
+                self._settle()
+            for link in self._shared:
+                self._watch(link)
 
     # The server: rounds and jobs
 
@@ -162,6 +171,7 @@ class Simulator:
         if not parcel.open:
             return
         parcel.open = False
+        self._unsettled = True
         self.dispatcher.parcel_ended(index, self.now)
         self.dispatcher.parcel_forgotten(index)
         self._left_in_job[parcel.job] -= 1
@@ -183,6 +193,8 @@ class Simulator:
         device = self.dispatcher.parcel_ready(number, parcel.rank, planned, work, self.now, filler=parcel.filler)
         if device is not None:
             self._send(number, device)
+        else:
+            self._unsettled = True
 
     def _split(self, number: int) -> None:
         """A parcel whose device is not there goes out tile by tile, to whoever is free first; the largest first."""
@@ -196,10 +208,9 @@ class Simulator:
             self._ready(len(self.parcels) - 1)
 
     def _settle(self) -> None:
+        self._unsettled = False
         for index, device in self.dispatcher.settle(self.now):
             self._send(index, device)
-        self._watch(self.egress)
-        self._watch(self.ingress)
 
     def _send(self, number: int, name: str) -> None:
         """The scheduler turns to a parcel; the device asks for operands once it has heard of it."""
@@ -209,7 +220,7 @@ class Simulator:
         if self._churning:
             self._under_way.setdefault(name, []).append(attempt)
         trip = 2 * device.device.down.latency + device.device.up.latency  # told, asks, gets
-        self._at(self._scheduler_free + trip, self._arrived, name, attempt)
+        self._at(self._scheduler_free + trip, self._arrived, device, attempt)
 
     def _tick(self) -> None:
         if self._rounds_left == 0:
@@ -220,119 +231,103 @@ class Simulator:
         for handover in self.dispatcher.tick(self.now):
             self.handovers += 1
             self._ready(handover.parcel)
+        self._unsettled = True
         if self._heap or any(device.present for device in self.devices.values()):
-            self._at(self.now + TICK, self._tick)
+            self._at(self.now + max(TICK, self.now / TICKS), self._tick)
 
     # Devices
 
-    def _arrived(self, name: str, attempt: Attempt) -> None:
+    def _arrived(self, device: SimulatedDevice, attempt: Attempt) -> None:
         """A device knows of a parcel."""
-        device = self.devices[name]
         if attempt.life == device.life:
             device.waiting.append(attempt)
-            self._load(name)
+            self._load(device)
 
-    def _load(self, name: str) -> None:
-        device = self.devices[name]
+    def _load(self, device: SimulatedDevice) -> None:
         before = device.pushed_aside
         run = device.load(self.now)
         aside, behind = device.pushed_aside, 0.0
         if aside is not None and aside is not before:
-            left = self.egress.take_back(self.now, (name, aside))
+            aside.moves += 1
+            left = self.egress.take_back(self.now, (device, aside)) if self.egress else aside.ends - self.now
             behind = min(left, device.under_way(aside, device.down_seconds(aside)))
             aside.left = left - behind
         if run is not None:
             self.down_bytes += run.down_bytes
-            self._fetch(name, run, behind + device.down_seconds(run))
+            self._fetch(device, run, behind + device.down_seconds(run))
         elif (again := device.go_on()) is not None:
-            self._fetch(name, again, again.left)
+            self._fetch(device, again, again.left)
 
-    def _fetch(self, name: str, run: Run, seconds: float) -> None:
+    def _fetch(self, device: SimulatedDevice, run: Run, seconds: float) -> None:
         """So many seconds of a device's downlink are taken up by a run."""
-        device = self.devices[name]
-        self._move(self.egress, seconds, device.device.down.bandwidth / device.factor, (name, run))
+        if self.egress is not None:
+            self.egress.add(self.now, seconds, device.device.down.bandwidth / device.factor, (device, run))
+        else:
+            run.ends = self.now + seconds
+            self._at(run.ends, self._came_down, device, run, run.moves)
 
-    def _loaded(self, name: str, run: Run) -> None:
+    def _came_down(self, device: SimulatedDevice, run: Run, moves: int) -> None:
+        """A run is down, unless it was pushed aside meanwhile."""
+        if run.moves == moves:
+            self._loaded(device, run)
+
+    def _loaded(self, device: SimulatedDevice, run: Run) -> None:
         """A run of tiles is down; the rest of its way follows from that."""
-        device = self.devices[name]
-        if self._broken_off(name, run, self._loaded):
+        if self._churning and self._broken_off(device, run, self._loaded):
             return
         device.loaded(run, self.now)
         self.up_bytes += run.up_bytes
-        self._send_up(name, run, max(float(run.sent[-1]) - self.now, 0.0), run.up_bytes)
-        self._load(name)
+        self._send_up(device, run, max(run.sent[-1] - self.now, 0.0), run.up_bytes)
+        self._load(device)
 
-    def _send_up(self, name: str, run: Run, seconds: float, amount: float) -> None:
-        speed = min(self.devices[name].device.up.bandwidth, amount / max(seconds, 1e-9))
-        self._move(self.ingress, seconds, speed, (name, run))
+    def _send_up(self, device: SimulatedDevice, run: Run, seconds: float, amount: float) -> None:
+        if self.ingress is not None:
+            speed = min(device.device.up.bandwidth, amount / max(seconds, 1e-9))
+            self.ingress.add(self.now, seconds, speed, (device, run))
+        else:
+            self._at(self.now + seconds, self._uploaded, device, run)
 
-    def _uploaded(self, name: str, run: Run) -> None:
-        device, attempt = self.devices[name], run.attempt
-        if self._broken_off(name, run, self._uploaded):
+    def _uploaded(self, device: SimulatedDevice, run: Run) -> None:
+        if self._churning and self._broken_off(device, run, self._uploaded):
             return
+        attempt = run.attempt
         if (left := device.left_to_send(run)) > 0.0:
-            self._send_up(name, run, left, 0.0)  # what others send meanwhile is theirs
+            self._send_up(device, run, left, 0.0)  # what others send meanwhile is theirs
             return
         taken_in = self._take_in(run, self.now + device.device.up.latency)
         attempt.runs_up += 1
         attempt.up_to = max(attempt.up_to, run.tiles.stop)
-        self._record(name, run)
+        gemm = self.schedule.jobs[attempt.parcel.job].gemm.name
+        self.rows += rows_of(run, gemm, device.name, self.now, by_tile=self.by_tile)
         if attempt.complete and attempt.runs_up == attempt.runs:
             receipt = device.device.up.latency + device.device.down.latency  # and the report of it
-            self._at(taken_in + receipt, self._finished, name, run)
+            self._at(taken_in + receipt, self._finished, device, run)
 
     def _take_in(self, run: Run, arrived: float) -> float:
         """When the server is through with the tiles of a run: handing out, checking, writing, one after another."""
-        gemm, moved = self.schedule.jobs[run.attempt.parcel.job].gemm, run.down_bytes + run.up_bytes
-        checks = VERIFIED * moved / ITEMSIZE[gemm.tile_dtype] / self.fleet.server.flops
-        seconds = len(run.down) * self.costs.tile + moved * self.costs.byte + checks
+        moved = run.down_bytes + run.up_bytes
+        seconds = len(run.down) * self.costs.tile + moved * self._per_byte[run.attempt.parcel.job]
         self._tiles_free = max(self._tiles_free, arrived - seconds) + seconds
         return self._tiles_free
 
-    def _finished(self, name: str, run: Run) -> None:
-        if not self._broken_off(name, run, self._finished):
+    def _finished(self, device: SimulatedDevice, run: Run) -> None:
+        if not (self._churning and self._broken_off(device, run, self._finished)):
             self._accepted(run.attempt.number)
 
-    def _broken_off(self, name: str, run: Run, then: Callable[[str, Run], None]) -> bool:
+    def _broken_off(self, device: SimulatedDevice, run: Run, then: Callable[[SimulatedDevice, Run], None]) -> bool:
         """Whether an attempt does not go on now: its device has left, or stands still until it resumes."""
-        device = self.devices[name]
         if run.attempt.life != device.life:
             return True
         if device.stalled_at is not None:
-            self._held.setdefault(name, []).append((then, run))
+            self._held.setdefault(device.name, []).append((then, run))
             return True
         return False
-
-    def _record(self, name: str, run: Run) -> None:
-        """A row for each tile of a run that is up, or one for all."""
-        attempt, parcel, tiles = run.attempt, run.attempt.parcel, run.tiles
-        gemm, begun = self.schedule.jobs[parcel.job].gemm.name, run.begun
-        late = self.now - float(run.sent[-1])  # than it should have been, as others went first
-        first = parcel.seen if parcel.open else tiles.stop  # the first that nobody has brought before
-        columns: Iterable[tuple[Any, ...]]
-        if self.by_tile:
-            whole = (
-                parcel.cut.tiles[tiles],
-                run.arrived,
-                run.multiplied,
-                run.sent + late,
-                run.down,
-                parcel.cut.up[tiles],
-            )
-            columns = zip(range(tiles.start, tiles.stop), *(column.tolist() for column in whole), strict=True)
-        else:
-            last, times = tiles.stop - 1, (float(run.arrived[-1]), float(run.multiplied[-1]), self.now)
-            columns = [(last, int(parcel.cut.tiles[last]), *times, run.down_bytes, run.up_bytes)]
-        parcel.seen = max(parcel.seen, tiles.stop)
-        for place, tile, down, done, up, fetched, result in columns:
-            row = (1, gemm, tile, name, attempt.sent, begun - attempt.sent, down - begun, done - down, up - done, 0.0)
-            self.rows.append((*row, ACCEPTED if place >= first else DUPLICATE, round(fetched), round(result)))
-            begun = down
 
     # Churn
 
     def _churn(self, event: Event) -> None:
         device = self.devices[event.device]
+        self._unsettled = True
         match event.kind:
             case "leave" if device.present:
                 self._left(event.device, device)
@@ -344,16 +339,16 @@ class Simulator:
             case "resume" if device.present and device.stalled_at is not None:
                 device.resume(self.now)
                 for then, run in self._held.pop(event.device, []):
-                    then(event.device, run)
-                self._load(event.device)
+                    then(device, run)
+                self._load(device)
             case "slow":
                 device.factor = event.factor
             case "recover":
                 device.factor = 1.0
-            case "down":  # a transfer under way ends at the rate that it began with
-                device.device = replace(device.device, down=replace(device.device.down, bandwidth=event.bandwidth))
+            case "down":
+                device.relink(replace(device.device.down, bandwidth=event.bandwidth), device.device.up)
             case "up":
-                device.device = replace(device.device, up=replace(device.device.up, bandwidth=event.bandwidth))
+                device.relink(device.device.down, replace(device.device.up, bandwidth=event.bandwidth))
             case _:
                 pass  # it happens to somebody who is not there
 
@@ -376,18 +371,9 @@ class Simulator:
         self._count += 1
         heappush(self._heap, (time, self._count, action, arguments))
 
-    def _move(self, link: SharedLink, seconds: float, speed: float, what: tuple[str, Run]) -> None:
-        number = link.add(self.now, seconds, speed, what)
-        if link.roomy:
-            self._at(self.now + seconds, self._moved, link, what, number)
-
-    def _moved(self, link: SharedLink, what: tuple[str, Run], number: int) -> None:
-        if link.ended(what, number):
-            (self._loaded if link is self.egress else self._uploaded)(*what)
-
     def _watch(self, link: SharedLink) -> None:
         """Look at a shared link when its next transfer ends, unless something changes before."""
-        if link.roomy or link.version == link.watched:
+        if link.version == link.watched:
             return
         end = link.next_end()
         if end is not None:
@@ -396,5 +382,17 @@ class Simulator:
 
     def _link_event(self, link: SharedLink, version: int) -> None:
         if link.version == version:
-            name, run = link.pop(self.now)
-            (self._loaded if link is self.egress else self._uploaded)(name, run)
+            device, run = link.pop(self.now)
+            (self._loaded if link is self.egress else self._uploaded)(device, run)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """No search for unreachable cycles meanwhile: a step makes none, of millions of objects."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

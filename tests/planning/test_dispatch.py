@@ -221,6 +221,46 @@ def test_the_deadline_learns_from_what_a_device_has_shown() -> None:
     assert not dispatcher.tick(30.0 + 1.5 * 5.0)
 
 
+def in_flight_everywhere(count: int) -> tuple[Dispatcher, list[str]]:
+    """Everybody has a parcel of a second, since 0."""
+    names = [f"device-{number}" for number in range(count)]
+    dispatcher = joined(*names)
+    for number, name in enumerate(names):
+        assert dispatcher.parcel_ready(number, number, name, SECOND, 0.0) == name
+    return dispatcher, names
+
+
+def test_nobody_is_late_where_everybody_waits_for_the_server() -> None:
+    """One result in a second, of 40 devices whose parcels should take one: the server is slow, not they."""
+    dispatcher, names = in_flight_everywhere(40)
+    for tick in range(1, 40 * 5):
+        now = tick / 5
+        for name in names:
+            dispatcher.device_heard(name, now)
+        assert not dispatcher.tick(now), now
+        if tick % 5 == 0:
+            dispatcher.parcel_ended(tick // 5 - 1, now)
+
+
+def test_whoever_has_gone_is_late_even_if_the_rest_wait_for_the_server() -> None:
+    dispatcher, names = in_flight_everywhere(10)
+    late = set()
+    for tick in range(1, 200):
+        for name in names[2:]:
+            dispatcher.device_heard(name, tick / 5)
+        late |= {handover.device for handover in dispatcher.tick(tick / 5)}
+    assert late == set(names[:2])
+
+
+def test_a_straggler_is_late_where_the_others_are_through() -> None:
+    dispatcher, names = in_flight_everywhere(10)
+    for number, name in enumerate(names[1:], start=1):
+        dispatcher.parcel_ended(number, 1.0)
+        dispatcher.device_heard(name, 1.0)
+    dispatcher.device_heard(names[0], 2.0)
+    assert [handover.device for handover in dispatcher.tick(FACTOR * 1.0 + GRACE + 0.1)] == names[:1]
+
+
 def test_a_device_twenty_times_slower_than_it_claims_soon_has_little() -> None:
     """Two devices of equal figures; one takes 20 s for what the other does in one. A run of 60 parcels."""
     dispatcher, now = joined("honest", "boaster", window=2), 0.0
