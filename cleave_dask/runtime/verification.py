@@ -65,7 +65,7 @@ EXAMINED = 32
 SAMPLED = 64
 """Rows of B that tell the scale of its columns, which need not be exact."""
 BLOCK = 1 << 16
-"""Numbers of a half that are widened at a time: 256 KB in float32."""
+"""Numbers of a matrix that are multiplied by vectors at a time: 256 KB in float32."""
 REFERENCE = 1 << 21
 """Numbers of B that are held in float64 at a time when elements are multiplied again: 16 MB."""
 
@@ -180,20 +180,24 @@ def _wide(array: Array, dtype: str) -> Array:
 
 
 def _times(array: Array, dtype: str, vectors: Array) -> Array:
-    """A matrix times vectors; halves are widened a block at a time, which is still in the cache when it is used."""
-    if PRECISIONS[dtype].unit == 0:
+    """A matrix times vectors, a block of rows at a time.
+
+    Halves are widened by blocks, which are still in the cache when they are used; and BLAS takes blocks of this size as
+    they are, where it would copy a larger matrix for the sake of a few vectors.
+    """
+    if array.strides[0] < array.strides[1] and PRECISIONS[dtype].unit == 0:
         return np.asarray(_wide(array, dtype) @ vectors)
     result = np.zeros((len(array), vectors.shape[1]), vectors.dtype)
     if array.strides[0] < array.strides[1]:  # columns are in one piece, not rows
-        count = max(1, BLOCK // len(array))
+        count = max(1, BLOCK // max(1, len(array)))
         for first in range(0, array.shape[1], count):
             some = slice(first, first + count)
             result += widen(array[:, some], dtype) @ vectors[some]
         return result
-    count = max(1, BLOCK // array.shape[1])
+    count = max(1, BLOCK // max(1, array.shape[1]))
     for first in range(0, len(array), count):
         some = slice(first, first + count)
-        np.matmul(widen(array[some], dtype), vectors, out=result[some])
+        np.matmul(_wide(array[some], dtype), vectors, out=result[some])
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,13 +205,33 @@ def test_a_dtype_that_cannot_be_verified_is_an_error() -> None:
         verify_tile(whole, whole, whole, seed=0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
-def test_empty_tiles(shape: tuple[int, int, int]) -> None:
+def test_empty_tiles(shape: tuple[int, int, int], dtype: str) -> None:
     m, k, n = shape
-    a, b, c = np.ones((m, k), "float32"), np.ones((k, n), "float32"), np.zeros((m, n), "float32")
-    assert verify_tile(a, b, c, seed=0)
-    if c.size:
-        assert not verify_tile(a, b, c + 1, seed=0)
+    one = narrow(np.ones((), "float32"), dtype)
+    a, b, c = np.full((m, k), one), np.full((k, n), one), np.full((m, n), 0 * one)
+    for left, right in ((a, b), (np.asfortranarray(a), np.asfortranarray(b))):
+        assert verify_tile(left, right, c, seed=0, dtype=dtype)
+        if c.size:
+            assert not verify_tile(left, right, c + one, seed=0, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_layout_of_large_operands_is_checked_alike(dtype: str) -> None:
+    """Larger than a block that is multiplied at a time, in either order."""
+    rng = np.random.default_rng(0)
+    a, b = (narrow(rng.standard_normal(shape, "float32"), dtype) for shape in ((700, 300), (300, 500)))
+    c = narrow(widen(a, dtype) @ widen(b, dtype), dtype)
+    for left, right, product in product_of_layouts(a, b, c):
+        assert verify_tile(left, right, product, seed=1, dtype=dtype)
+        wrong = product.copy(order="K")
+        wrong[650, 450] = narrow(widen(product, dtype)[650:651, 450] + 100, dtype)[0]
+        assert not verify_tile(left, right, wrong, seed=1, dtype=dtype)
+
+
+def product_of_layouts(*arrays: Array) -> list[tuple[Array, ...]]:
+    return list(itertools.product(*((array, np.asfortranarray(array)) for array in arrays)))
 
 
 def test_a_stack_of_products() -> None:
