@@ -14,6 +14,7 @@ from cleave_dask.planning.growing import STREAMED, largest_strip, strip_edges
 
 _FINE = 1024  # cuts are no further off than this part of a box
 _ROOMY = 1.1  # rounding may add a little to a box that fits
+_SHARES, _SHARE_SECONDS = 32, 0.1  # a strip comes in pieces of such a part of its box, unless they are shorter
 _MOST_PIECES = 32  # of a strip, so that devices with less memory than its own can take over a tile
 
 
@@ -53,7 +54,8 @@ def _units(shape: Shape, sizes: Ints) -> Ints:
 def _strips(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints, smallest: float) -> tuple[Ints, Ints]:
     """Boxes in strips: each extends rows or columns of what was there before, over the whole of the other side.
 
-    One that a device with the `smallest` memory could not hold comes in pieces, so that it can take over some.
+    One that a device with the `smallest` memory could not hold comes in pieces, so that it can take over some; and so
+    does one that is much of a box, so that others can share what a lost device had. Pieces cost no operand twice.
     """
     if not len(boxes):
         return boxes, owner
@@ -71,6 +73,9 @@ def _strips(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints, 
     lying = (start[box, 0, strip] > 0).astype(np.int64)  # rows are extended: its length is along the columns
     needed = after.sum(axis=1)[box, strip] * ks[box] * (2.0 * AT_ONCE * shape.down_bytes / smallest)
     each = np.where(strip > 0, np.minimum(np.ceil(needed), _MOST_PIECES).astype(np.int64), 1)
+    area = (after.prod(axis=1) - before.prod(axis=1))[box, strip] / (rows * cols)[box]
+    shares = np.ceil(area * np.minimum(_SHARES, longer / _SHARE_SECONDS)[box]).astype(np.int64)
+    each = np.maximum(each, shares)  # so that others can share what a lost device had
     length = after[box, lying, strip]
     each = np.clip(each, 1, np.maximum(1, length // unit[box]))
     part = np.repeat(np.arange(len(box)), each)

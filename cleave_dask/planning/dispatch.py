@@ -96,9 +96,14 @@ class Dispatcher:
         """Whether a parcel planned for a device should go out in pieces: it takes none, and several others do."""
         return len(self._paces) > 1 and not self.takers([device])
 
-    def behind(self, device: str) -> float:
-        """Seconds until a device would be through with what waits for it."""
-        return self._waiting.behind(device)
+    def urgent(self, device: str) -> list[ParcelId]:
+        """Loads of the critical path that wait for a device."""
+        return [parcel for parcel, this in self._waiting.of(device) if not this.filler]
+
+    def ahead(self, device: str) -> Work:
+        """All that a device has in flight or that waits for it, together."""
+        flying = [self._parcels[parcel].work for parcel in self._devices[device].flying]
+        return Work.total([*flying, *(this.work for _, this in self._waiting.of(device))])
 
     def expected(self, parcel: ParcelId, device: str) -> float:
         """Seconds that a parcel is expected to take on a device, by its figures and its pace so far."""
@@ -197,17 +202,16 @@ class Dispatcher:
 
     def parcel_forgotten(self, parcel: ParcelId) -> None:
         """A parcel is no longer wanted, wherever it is."""
-        this = self._parcels.pop(parcel, None)
+        this = self._parcels.get(parcel)
         if this is None:
             return
         if this.queue is not None:
             self._waiting.remove(this)
         if this.holder is not None:
-            self._parcels[parcel] = this
             self._drop(self._devices[this.holder], parcel)
-            del self._parcels[parcel]
             self._lateness.watch(this.holder, 0.0)
             self._has_room(this.holder)
+        del self._parcels[parcel]
 
     # Instructions
 
@@ -294,7 +298,7 @@ class Dispatcher:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
         barred = device if self._others(device) else None
         for queue in (device, ANYONE):
-            parcel = self._waiting.first(queue, barred)
+            parcel = self._waiting.first(queue, barred, filler=queue != ANYONE or len(state.flying) < self.window)
             if parcel is None or not self._room(state, self._parcels[parcel]):
                 continue
             if not (self._sluggish(state) and self._better_left(parcel, device, state)):
@@ -303,9 +307,8 @@ class Dispatcher:
         victim = self._waiting.most_behind()
         if victim is not None and victim != device:
             parcel = self._waiting.last(victim, barred)
-            if parcel is None or not self._room(state, self._parcels[parcel]):
-                return None
-            if self._worth_helping(parcel, device, state, victim):
+            room = parcel is not None and self._room(state, self._parcels[parcel])
+            if room and self._worth_helping(parcel, device, state, victim):
                 self._waiting.remove(self._parcels[parcel])
                 return parcel
         return None
@@ -320,14 +323,12 @@ class Dispatcher:
         this = self._parcels[parcel]
         if self._seconds(this, device, state) > HELPFUL * self._waiting.behind(victim):
             return False
-        theirs = self._devices[victim].pace
         alone, shared = (state.figures.seconds(this.work, alone=choice) for choice in (True, False))
-        return alone <= WASTE * shared or not state.planned or (theirs or 0.0) > WASTE * self.pace
+        return alone <= WASTE * shared or not state.planned or (self._devices[victim].pace or 0.0) > WASTE * self.pace
 
     def _sluggish(self, state: DeviceState) -> bool:
         """Whether a device is far behind the common pace while somebody else is not."""
-        limit = SLUGGISH * self.pace
-        quickest = self._paces.least()
+        limit, quickest = SLUGGISH * self.pace, self._paces.least()
         return state.pace is not None and state.pace > limit and quickest is not None and quickest[0] <= limit
 
     def _better_left(self, parcel: ParcelId, device: str, state: DeviceState) -> bool:

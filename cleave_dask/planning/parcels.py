@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 
+from cleave_dask.fleet.devices import Device
 from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Ints, Shape
 from cleave_dask.planning.slices import newly
@@ -26,6 +29,12 @@ class Work:
     up_bytes: float = 0.0
     alone_bytes: float = 0.0  # down, on any other device
 
+    @classmethod
+    def total(cls, works: Iterable[Work]) -> Work:
+        """Several together."""
+        each = [(work.flops, work.down_bytes, work.up_bytes, work.alone_bytes) for work in works]
+        return cls(*map(sum, zip(*each, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -35,6 +44,12 @@ class Figures:
     down: float  # bytes per second
     up: float  # bytes per second
     latency: float = 0.0  # seconds, of one direction
+    memory: float = inf  # bytes
+
+    @classmethod
+    def of(cls, device: Device) -> Figures:
+        """Those of a device."""
+        return cls(device.flops, device.down.bandwidth, device.up.bandwidth, device.down.latency, device.memory)
 
     def seconds(self, work: Work, *, alone: bool = False) -> float:
         """How long a parcel takes from sent to accepted if nothing overlaps; alone: without slices from others."""

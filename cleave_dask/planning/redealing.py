@@ -4,7 +4,9 @@ The grid of tiles is fixed within a step, so that the loss stays the same bit fo
 largest keeps a device busy for a third of the gemm. If the tiles of a lost device went to whoever is free first,
 everybody would wait for whoever got that one, and for slices that others have. So they are dealt as if planned: the
 largest first, each to the device that would then be through first; and whoever would be last passes tiles on, its own
-too, while somebody else would be through with them sooner.
+too, while somebody else would be through with them sooner. Filler, which nobody waits for, is dealt by parcels, so that
+fewer slices come down twice, to whoever has the least ahead. Nobody gets a tile that is too large for its memory,
+unless it is for everybody's.
 
 A device's time for its tiles is the longest of its downlink, its multiplier and its uplink, which work side by side.
 Of a tile's operands only those pieces come down that no other tile of the device needs.
@@ -14,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from cleave_dask.planning.cost import Floats, Ints
+from cleave_dask.planning.cost import AT_ONCE, Floats, Ints
 from cleave_dask.planning.parcels import Figures, Ranges, Work
 from cleave_dask.planning.slices import segments
 
@@ -33,7 +36,12 @@ WORTHWHILE = 0.005
 EARLY = 0.5
 """Part of its results that a device is to send of its own: its first tiles make it begin early, and none may lack."""
 
+CONFIRMED = 66.0 / (2 * 1448.0)
+"""Bytes that go up for each that comes down: TCP's acknowledgements, which count where the uplink is the slower."""
+
 NOBODY = -1
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 Place = tuple[int, int]
 """A tile, as the number of its parcel and its place among the tiles of that."""
@@ -59,7 +67,7 @@ class Dealt:
 
 
 def redeal(
-    kind: str, parcels: Sequence[Planned], takers: Mapping[str, Figures], behind: Mapping[str, float]
+    kind: str, parcels: Sequence[Planned], takers: Mapping[str, Figures], ahead: Mapping[str, Work]
 ) -> Iterator[tuple[list[int], list[Dealt]]]:
     """Groups of a gemm's parcels that go out otherwise than planned, by their numbers, and those that go out instead.
 
@@ -67,7 +75,7 @@ def redeal(
     at least, and a group has no fewer parcels than before.
     """
     for numbers in _groups(parcels, takers):
-        yield numbers, _Deal(kind, {number: parcels[number] for number in numbers}, takers, behind).dealt()
+        yield numbers, _Deal(kind, {number: parcels[number] for number in numbers}, takers, ahead).dealt()
 
 
 def scatter(kind: str, parcel: Planned) -> list[Dealt]:
@@ -130,7 +138,7 @@ class _Deal:
     kind: str
     parcels: Mapping[int, Planned]
     takers: Mapping[str, Figures]
-    behind: Mapping[str, float]
+    ahead: Mapping[str, Work]
     names: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,14 +153,17 @@ class _Deal:
         self.owner = np.array([place.get(name or "", NOBODY) for name in whose])[self.parcel]  # planned, of each tile
         self.kept = np.array(counts)  # tiles of each parcel that were not passed on
         self.costs = TileCosts.of(self.kind, list(self.parcels.values()))
+        held = AT_ONCE * (self.costs.needs.sum(axis=1) + self.costs.up)
+        memory = np.array([one.memory for one in figures])
+        self.fits = (held[:, None] <= memory) | (memory == memory.max())  # whom each tile may go to; somebody must
         self.holder = np.full(len(self.parcel), NOBODY)
         self.movable = np.zeros(len(self.parcel), dtype=bool)
         for device in range(len(self.names)):
             mine = np.flatnonzero(self.owner == device)
             sent = np.cumsum(self.costs.up[mine])
-            self.movable[mine] = sent - self.costs.up[mine] >= EARLY * sent[-1]
-        behind = np.array([self.behind.get(name, 0.0) for name in self.names])
-        self.load = behind[:, None] * self.rates  # bytes down, flops, bytes up
+            self.movable[mine] = sent - self.costs.up[mine] >= (0.0 if self.ahead else EARLY * sent[-1])
+        ahead = [self.ahead.get(name, Work()) for name in self.names]
+        self.load = np.array([_load(work.down_bytes, work.flops, work.up_bytes) for work in ahead])
         self.uses = np.zeros((len(self.names), self.costs.needs.shape[1]), dtype=np.int64)  # tiles that need a piece
         for tile in np.flatnonzero(self.owner >= 0).tolist():
             self._take(tile, int(self.owner[tile]))
@@ -160,14 +171,26 @@ class _Deal:
     def dealt(self) -> list[Dealt]:
         """Deal what nobody holds, then even it out."""
         lost = np.flatnonzero(self.owner == NOBODY)
-        for tile in lost[np.argsort(-self.costs.up[lost], kind="stable")].tolist():
-            self.kept[self.parcel[tile]] -= 1
-            more = self._more(np.array([tile]), np.arange(len(self.names)))
-            self._take(tile, int((self._seconds(self.load + more)).argmin()))
+        lost = lost[np.argsort(-self.costs.up[lost], kind="stable")]
+        for unit in self._units(lost):
+            more = np.array([self._together(unit, device) for device in range(len(self.names))])
+            device = int(np.where(self.fits[unit].all(axis=0), self._seconds(self.load + more), np.inf).argmin())
+            for tile in unit.tolist():
+                self.kept[self.parcel[tile]] -= 1
+                self._take(tile, device)
         for _ in range(PASSES * len(lost)):
             if not self._improve():
                 break
         return self._result()
+
+    def _units(self, lost: Ints) -> Iterator[Ints]:
+        """What is dealt at once: a tile; of filler, which nobody waits for, a parcel, whose tiles share slices."""
+        if not self.ahead:
+            yield from np.split(lost, np.arange(1, len(lost)))
+            return
+        for parcel in dict.fromkeys(self.parcel[lost].tolist()):
+            unit = lost[self.parcel[lost] == parcel]
+            yield from [unit] if self.fits[unit].all(axis=0).any() else np.split(unit, np.arange(1, len(unit)))
 
     def _seconds(self, load: Floats, device: int | slice = slice(None)) -> Floats:
         return np.asarray((load / self.rates[device]).max(axis=-1))
@@ -176,12 +199,17 @@ class _Deal:
         """What some tiles would add to a device, or a tile to some devices."""
         down = (self.costs.needs[tiles] * (self.uses[devices] == 0)).sum(axis=1)
         flops, up = (np.broadcast_to(column[tiles], down.shape) for column in (self.costs.flops, self.costs.up))
-        return np.column_stack([down, flops, up])
+        return _load(down, flops, up)
+
+    def _together(self, tiles: Ints, device: int) -> Floats:
+        """What some tiles together would add to a device."""
+        down = (self.costs.needs[tiles].max(axis=0) * (self.uses[device] == 0)).sum()
+        return _load(down, self.costs.flops[tiles].sum(), self.costs.up[tiles].sum())
 
     def _less(self, tiles: Ints, device: int) -> Floats:
         """What a device would have less to do without each of some tiles of its own."""
         down = (self.costs.needs[tiles] * (self.uses[device] == 1)).sum(axis=1)
-        return np.column_stack([down, self.costs.flops[tiles], self.costs.up[tiles]])
+        return _load(down, self.costs.flops[tiles], self.costs.up[tiles])
 
     def _take(self, tile: int, device: int) -> None:
         self.load[device] += self._more(np.array([tile]), np.array([device]))[0]
@@ -192,7 +220,7 @@ class _Deal:
         """Whoever would be last passes a tile on, if that helps."""
         seconds = self._seconds(self.load)
         last, first = int(seconds.argmax()), int(seconds.argmin())
-        tiles = np.flatnonzero(self.holder == last)
+        tiles = np.flatnonzero((self.holder == last) & self.fits[:, first])
         tiles = tiles[(self.owner[tiles] != last) | self.movable[tiles] & (self.kept[self.parcel[tiles]] > 1)]
         if not len(tiles) or last == first:
             return False
@@ -212,24 +240,36 @@ class _Deal:
         """What is left of parcels, then a parcel for each device that has others' tiles."""
         found: list[Dealt] = []
         own = self.holder == self.owner
+        has = np.zeros((len(self.names), self.costs.needs.shape[1]), dtype=bool)  # pieces that came with parcels before
         for number, (given, parcel) in enumerate(self.parcels.items()):
             tiles = np.flatnonzero((self.parcel == number) & own)
             if len(tiles) == len(parcel.ranges):
                 places = tuple((given, place) for place in range(len(tiles)))
                 found.append(Dealt(parcel.device or "", parcel.work, places, given))
+                has[self.holder[tiles[0]]] |= (self.costs.needs[tiles] > 0).any(axis=0)
             elif len(tiles):
-                found.append(self._parcel(parcel.device or "", tiles, given))
-        foreign = [(name, np.flatnonzero((self.holder == device) & ~own)) for device, name in enumerate(self.names)]
-        foreign = [(name, tiles[np.argsort(-self.costs.up[tiles], kind="stable")]) for name, tiles in foreign]
-        foreign = [(name, tiles) for name, tiles in foreign if len(tiles)]
+                found.append(self._parcel(tiles, has, given))
+        foreign = [np.flatnonzero((self.holder == device) & ~own) for device in range(len(self.names))]
+        foreign = [tiles[np.argsort(-self.costs.up[tiles], kind="stable")] for tiles in foreign if len(tiles)]
         while len(foreign) < np.count_nonzero(self.kept == 0):
-            name, tiles = foreign.pop(max(range(len(foreign)), key=lambda number: len(foreign[number][1])))
-            foreign += [(name, tiles[::2]), (name, tiles[1::2])]
-        return found + [self._parcel(name, tiles, None) for name, tiles in foreign]
+            tiles = foreign.pop(max(range(len(foreign)), key=lambda number: len(foreign[number])))
+            foreign += [tiles[::2], tiles[1::2]]
+        return found + [self._parcel(tiles, has, None) for tiles in foreign]
 
-    def _parcel(self, device: str, tiles: Ints, parcel: int | None) -> Dealt:
-        numbers = list(self.parcels)
+    def _parcel(self, tiles: Ints, has: Bools, parcel: int | None) -> Dealt:
+        """Tiles of one device as one parcel; some of their slices it has from others."""
+        device, needs, numbers = int(self.holder[tiles[0]]), self.costs.needs[tiles].max(axis=0), list(self.parcels)
         pairs = zip(self.parcel[tiles].tolist(), self.place[tiles].tolist(), strict=True)
-        down = float(self.costs.needs[tiles].max(axis=0).sum())  # the device has some of it from its other parcels
-        flops, up = float(self.costs.flops[tiles].sum()), float(self.costs.up[tiles].sum())
-        return Dealt(device, Work(flops, down, up, down), tuple((numbers[p], place) for p, place in pairs), parcel)
+        work = Work(
+            flops=float(self.costs.flops[tiles].sum()),
+            down_bytes=float(needs[~has[device]].sum()),
+            up_bytes=float(self.costs.up[tiles].sum()),
+            alone_bytes=float(needs.sum()),
+        )
+        has[device] |= needs > 0
+        return Dealt(self.names[device], work, tuple((numbers[p], place) for p, place in pairs), parcel)
+
+
+def _load(down: Any, flops: Any, up: Any) -> Floats:
+    """What keeps a device's downlink, multiplier and uplink busy."""
+    return np.stack([down, flops, up + CONFIRMED * down], axis=-1)

@@ -7,6 +7,8 @@ from heapq import heappop, heappush
 from cleave_dask.planning.dispatch_state import ANYONE, DeviceState, ParcelId, WaitingParcel
 
 Entry = tuple[int, int, ParcelId]
+Heaps = tuple[list[Entry], list[Entry]]
+"""What others wait for, and filler: most urgent first."""
 
 
 class Waiting:
@@ -17,31 +19,30 @@ class Waiting:
         self.pace = 1.0  # of the whole fleet: stands in for a device's own while that is not known
         self._devices = devices
         self._parcels = parcels
-        self._queues: dict[str, list[Entry]] = {ANYONE: []}  # heaps: most urgent first
+        self._queues: dict[str, Heaps] = {ANYONE: ([], [])}
         self._tails: dict[str, list[Entry]] = {}  # of devices: least urgent first
         self._longest: list[tuple[float, str]] = []  # (-behind, device): a heap with stale entries
 
     def open(self, device: str) -> None:
         """A queue for a device."""
-        self._queues[device], self._tails[device] = [], []
+        self._queues[device], self._tails[device] = ([], []), []
 
     def close(self, device: str) -> None:
         """No more queue for a device: what waited in it waits for anyone."""
         del self._tails[device]
-        for rank, number, parcel in self._queues.pop(device):
-            this = self._parcels.get(parcel)
-            if this is not None and this.queue == device and this.number == number:
-                this.queue = ANYONE
-                heappush(self._queues[ANYONE], (rank, number, parcel))
+        for this, entry in self._entries(device):
+            this.queue = ANYONE
+            heappush(self._queues[ANYONE][this.filler], entry)
+        del self._queues[device]
 
     def empty(self, device: str) -> bool:
         """Whether nothing has waited for a device since its queue was last looked through."""
-        return not self._queues[device]
+        return not any(self._queues[device])
 
     def add(self, parcel: ParcelId, this: WaitingParcel, queue: str) -> None:
         """A parcel waits for a device, or for ANYONE."""
         this.queue = queue
-        heappush(self._queues[queue], (this.rank, this.number, parcel))
+        heappush(self._queues[queue][this.filler], (this.rank, this.number, parcel))
         self.count += 1
         if queue != ANYONE:
             state = self._devices[queue]
@@ -58,13 +59,18 @@ class Waiting:
         this.queue = None
         self.count -= 1
 
-    def first(self, queue: str, barred: str | None) -> ParcelId | None:
-        """The most urgent parcel of a queue, those apart that a barred device was late with."""
-        return self._peek(self._queues[queue], queue, barred)
+    def first(self, queue: str, barred: str | None, *, filler: bool) -> ParcelId | None:
+        """The most urgent parcel of a queue, filler too or not, those apart that a barred device was late with."""
+        found = [self._peek(heap, queue, barred) for heap in self._queues[queue][: 1 + filler]]
+        return min((each for each in found if each is not None), key=self._urgency, default=None)
 
     def last(self, queue: str, barred: str | None) -> ParcelId | None:
         """The least urgent one."""
         return self._peek(self._tails[queue], queue, barred)
+
+    def of(self, device: str) -> list[tuple[ParcelId, WaitingParcel]]:
+        """What waits for a device."""
+        return [(entry[-1], this) for this, entry in self._entries(device)]
 
     def behind(self, device: str) -> float:
         """Seconds until a device would be through with what waits for it."""
@@ -101,3 +107,11 @@ class Waiting:
         for entry in skipped:
             heappush(heap, entry)
         return found
+
+    def _entries(self, queue: str) -> list[tuple[WaitingParcel, Entry]]:
+        """Those of a queue that have not left it."""
+        known = [(self._parcels.get(entry[-1]), entry) for heap in self._queues[queue] for entry in heap]
+        return [(p, entry) for p, entry in known if p is not None and p.queue == queue and p.number == entry[1]]
+
+    def _urgency(self, parcel: ParcelId) -> tuple[int, int]:
+        return self._parcels[parcel].rank, self._parcels[parcel].number

@@ -62,8 +62,8 @@ class Dealing:
         if any(task.state not in ("released", "waiting") for task in tasks.values()):
             return  # it began before somebody left: its parcels come back one by one
         planned = [Planned(spec.device, spec.work, _ranges(spec.args[0])) for spec in specs.values()]
-        behind = {name: self._dispatcher.behind(name) for name in takers} if specs[0].filler else {}
-        for numbers, dealt in redeal(specs[0].args[0].kind, planned, takers, behind):
+        ahead = {name: self._dispatcher.ahead(name) for name in takers} if specs[0].filler else {}
+        for numbers, dealt in redeal(specs[0].args[0].kind, planned, takers, ahead):
             self._replace({number: tasks[number] for number in numbers}, dealt)
 
     def _replace(self, tasks: Mapping[int, TaskState], dealt: Sequence[Dealt], *, resumed: bool = False) -> None:

@@ -137,9 +137,7 @@ class SteeringPlugin(SchedulerPlugin):
         if granted is not None and self._present(granted):
             return granted
         for _ in range(2):  # a device whose worker is gone is forgotten, and the parcel is somebody else's
-            spec = self.dealing.dealt(ts)
-            place = spec.rank, spec.device, spec.work
-            device = self.dispatcher.parcel_ready(ts.key, *place, monotonic(), filler=spec.filler)
+            device = self._offer(ts)
             if device is None:
                 break
             if self._present(self._devices[device]):
@@ -247,6 +245,12 @@ class SteeringPlugin(SchedulerPlugin):
             self.scheduler.transitions(recommendations, stimulus)
         self._pump_soon()
 
+    def _offer(self, ts: TaskState) -> str | None:
+        """A parcel, perhaps dealt anew, is ready; the device that it is sent to at once, if any."""
+        spec = self.dealing.dealt(ts)
+        place = spec.rank, spec.device, spec.work
+        return self.dispatcher.parcel_ready(ts.key, *place, monotonic(), filler=spec.filler)
+
     def _join(self, name: str, ws: WorkerState, facts: dict[str, Any]) -> None:
         if name in self.quarantined:
             logger.warning("Device %s gets no tiles, it is in quarantine: %s", name, self.quarantined[name])
@@ -259,7 +263,7 @@ class SteeringPlugin(SchedulerPlugin):
         if self._devices.get(name) is not ws:
             self._tell("joined", name)
         self._devices[name] = ws
-        figures = Figures(device.flops, device.down.bandwidth, device.up.bandwidth, device.down.latency)
+        figures = Figures.of(device)
         self.dispatcher.device_joined(name, figures, monotonic())
         self._hear_pause(name, ws)
 
@@ -284,7 +288,11 @@ class SteeringPlugin(SchedulerPlugin):
     def _gone(self, name: str) -> None:
         self._tell("left", name)
         del self._devices[name]
+        waited = self.dispatcher.urgent(name)
         self.dispatcher.device_left(name)
+        for key in waited:
+            self.dispatcher.parcel_forgotten(key)
+            self._offer(self.scheduler.tasks[key])
 
     def _pump_soon(self) -> None:
         """Place parcels as soon as Dask is through with the transitions under way."""

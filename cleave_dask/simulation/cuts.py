@@ -78,13 +78,13 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
 
 
 def recut(
-    gemm: Gemm, tiles: Tiles, cuts: Sequence[Cut], takers: Mapping[str, Figures], behind: Mapping[str, float]
+    gemm: Gemm, tiles: Tiles, cuts: Sequence[Cut], takers: Mapping[str, Figures], ahead: Mapping[str, Work]
 ) -> list[Cut]:
     """The parcels of a gemm as they go out while some of its devices are no takers."""
     planned = [Planned(each.device, each.work, tiles.ranges[each.tiles]) for each in cuts]
     changed: set[int] = set()
     found: list[Cut] = []
-    for numbers, dealt in redeal(gemm.kind, planned, takers, behind):
+    for numbers, dealt in redeal(gemm.kind, planned, takers, ahead):
         changed.update(numbers)
         numbered = [np.array([cuts[parcel].tiles[place] for parcel, place in each.tiles]) for each in dealt]
         order = np.concatenate(numbered)

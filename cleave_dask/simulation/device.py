@@ -146,7 +146,7 @@ class SimulatedDevice:
     def relink(self, down: Link, up: Link) -> None:
         """Its links are others from now on; a transfer under way ends at the rate that it began with."""
         self.device = replace(self.device, down=down, up=up)
-        self.figures = Figures(self.device.flops, down.bandwidth, up.bandwidth, down.latency)
+        self.figures = Figures.of(self.device)
 
     def under_way(self, run: Run, seconds: float) -> float:
         """Seconds of a link that tiles of filler take which are under way and come first, if all take `seconds`."""

@@ -126,10 +126,8 @@ class Simulator:
 
     def _round_ready(self, number: int) -> None:
         this = self.schedule.rounds[number]
-        flops = 0.0
-        for position in this.steps:
-            step = self.graph.steps[position]
-            flops += step.flops if isinstance(step, Gemm) else 0.0
+        steps = (self.graph.steps[position] for position in this.steps)
+        flops = sum(step.flops for step in steps if isinstance(step, Gemm))
         self._rounds_free = max(self._rounds_free, self.now) + flops / self.fleet.server.flops
         messages = self.costs.level if this.jobs else 0.0
         self._at(self._rounds_free + messages, self._round_done, number)
@@ -149,8 +147,8 @@ class Simulator:
         if self._churning:
             takers = self.dispatcher.takers(each.device for each in cuts)
             if any(each.device not in takers for each in cuts):
-                behind = {name: self.dispatcher.behind(name) for name in takers} if job.gemm.role == "dW" else {}
-                cuts = recut(job.gemm, job.tiles, cuts, takers, behind)
+                ahead = {name: self.dispatcher.ahead(name) for name in takers} if job.gemm.role == "dW" else {}
+                cuts = recut(job.gemm, job.tiles, cuts, takers, ahead)
         self._left_in_job[number] = len(cuts)
         done = 0
         for each in cuts:
@@ -354,7 +352,7 @@ class Simulator:
 
     def _left(self, name: str, device: SimulatedDevice) -> None:
         """A device is gone; of its parcels under way those tiles count that were in before."""
-        held = self.dispatcher.flying(name)
+        held, waited = self.dispatcher.flying(name), self.dispatcher.urgent(name)
         for attempt in self._under_way.pop(name, []):
             kept = min(attempt.up_to, len(attempt.parcel.cut.tiles) - 1)
             attempt.parcel.accepted = max(attempt.parcel.accepted, kept)
@@ -362,7 +360,8 @@ class Simulator:
         self._held.pop(name, None)
         self.dispatcher.device_left(name)
         self.lost += len(held)
-        for number in held:
+        for number in (*held, *waited):
+            self.dispatcher.parcel_forgotten(number)
             self._ready(number)
 
     # Time

@@ -297,3 +297,32 @@ def test_a_placement_costs_about_the_same_on_a_large_fleet() -> None:
     small = min(run(50, 4_000)["us_per_parcel"] for _ in range(2))
     large = min(run(2_000, 8_000)["us_per_parcel"] for _ in range(2))
     assert large < 6 * small, f"{small:.0f} us per parcel on 50 devices, {large:.0f} on 2,000"
+
+
+def test_filler_of_a_lost_device_does_not_hold_up_what_others_wait_for() -> None:
+    """Windows are full of filler: an older one that waits for anyone must not keep a parcel of the critical path."""
+    dispatcher = Dispatcher(2)
+    for name in ("stays", "leaves"):
+        dispatcher.device_joined(name, FIGURES, 0.0)
+    for number in range(4):
+        for name in ("stays", "leaves"):
+            dispatcher.parcel_ready((name, number), number, name, Work(1e9), 0.0, filler=True)
+    for number in range(4):
+        dispatcher.parcel_ready(("urgent", number), 10 + number, "leaves", Work(1e9), 0.0)
+    assert dispatcher.urgent("leaves")
+    flying = dispatcher.flying("leaves")
+    dispatcher.device_left("leaves")
+    for parcel in flying:
+        dispatcher.parcel_ready(parcel, 0, "leaves", Work(1e9), 1.0, filler=parcel[0] != "urgent")
+    sent = dispatcher.settle(1.0)
+    assert [parcel for parcel, _ in sent] == [("urgent", 0), ("urgent", 1)]
+
+
+def test_all_that_a_device_has_ahead_counts_in_flight_or_not() -> None:
+    dispatcher = Dispatcher(1)
+    dispatcher.device_joined("device", FIGURES, 0.0)
+    for number in range(3):
+        dispatcher.parcel_ready(number, number, "device", Work(1.0, 2.0, 3.0, 4.0), 0.0, filler=True)
+    assert dispatcher.ahead("device") == Work(3.0, 6.0, 9.0, 12.0)
+    dispatcher.parcel_forgotten(2)
+    assert dispatcher.ahead("device") == Work(2.0, 4.0, 6.0, 8.0)

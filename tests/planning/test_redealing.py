@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleave_dask.planning.cost import AT_ONCE
 from cleave_dask.planning.parcels import Figures, Work
 from cleave_dask.planning.redealing import TOGETHER, Dealt, Planned, redeal, scatter
 
@@ -89,6 +91,28 @@ def test_a_lost_device_among_many_concerns_its_neighbours_alone() -> None:
     present = {f"device-{number}" for number in range(1, 10 * TOGETHER)}
     ((numbers, _),) = redeal("gemm", parcels, dict.fromkeys(present, FIGURES), {})
     assert len(numbers) == TOGETHER
+
+
+def test_filler_goes_by_parcels_to_whoever_has_the_least_ahead() -> None:
+    parcels = [parcel for n in range(4) for parcel in strips(f"device-{n}", n * 40, [10, 10, 10, 10], together=2)]
+    takers = {f"device-{number}": FIGURES for number in range(3)}
+    ahead = {name: Work(up_bytes=0.0 if name == "device-2" else 1e6) for name in takers}
+    ((_, dealt),) = redeal("gemm", parcels, takers, ahead)
+    lost = {number for number, parcel in enumerate(parcels) if parcel.device == "device-3"}
+    got = {each.device: each for each in dealt if each.parcel is None and {n for n, _ in each.tiles} <= lost}
+    assert set(got) == {"device-2"}
+
+
+def test_nobody_gets_a_tile_beyond_his_memory() -> None:
+    parcels = [parcel for n in range(4) for parcel in strips(f"device-{n}", n * 200, [10, 90, 100], together=3)]
+    large = AT_ONCE * 4 * (32 * (64 + 90) + 64 * 90)
+    takers = {f"device-{n}": replace(FIGURES, memory=1e9 if n == 2 else large - 1) for n in range(3)}
+    ((_, dealt),) = redeal("gemm", parcels, takers, {})
+    foreign = [(each.device, place) for each in dealt if each.parcel is None for _, place in each.tiles]
+    assert {device for device, place in foreign if place > 0} == {"device-2"}
+    free = dict.fromkeys(takers, FIGURES)
+    ((_, dealt),) = redeal("gemm", parcels, free, {})
+    assert {each.device for each in dealt if each.parcel is None} > {"device-2"}, "memory is what decided"
 
 
 def test_nobody_there_leaves_all_as_it_is() -> None:
