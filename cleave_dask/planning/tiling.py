@@ -5,9 +5,9 @@ scheduler's queue. The least T at which the volumes of the devices add up to the
 box: square (rows = columns) and about k = side * B / U * 0.7 deep, as long in k as its links are uneven, or all of K if
 that is less (`growing.best_ratio`); one that outgrows the device's memory is twice as long as wide. `packing` fits the
 boxes together. A box is cut into strips, which its device takes in growing order, so that download, multiplication and
-upload overlap: as many as still take 25 ms each, and each of which saves the 5 ms that a tile costs server and device.
-A device whose share would not be worth a parcel is left out. Attention and batched products are dealt out cell by cell
-in the same proportions.
+upload overlap: as many as are not too short, and as save what a tile costs server and device (`Grain`). A device whose
+share would not be worth a parcel is left out. Attention and batched products are dealt out cell by cell in the same
+proportions (`queueing`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,24 @@ from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.packing import pack, rounded
 from cleave_dask.planning.queueing import Cells, queued
 
-_LEAST_TILE = 0.025  # seconds: shorter tiles cost more in messages than their overlap brings
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
-_TILE_PRICE = 5e-3  # seconds that one tile more of a box must save: what it costs its device and the server
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """How small tiles may be."""
+
+    shortest: float  # seconds: shorter ones cost more in messages than their overlap brings
+    price: float  # seconds that one tile more of a box must save: what it costs its device and the server
+
+    @classmethod
+    def of(cls, devices: int) -> Grain:
+        """That of a fleet. With many devices gemms are short, and many tiles travel as one parcel."""
+        return cls(0.025, 5e-3) if devices <= _MANY_DEVICES else cls(0.0125, 2e-3)
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    tiles = _most_tiles(seconds - start, filler)
+    tiles = _most_tiles(seconds - start, _FILLER_TILE if filler else Grain.of(len(rates)).shortest)
     strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles, MOST_STRIPS)
     box = _largest_box(shape, rates.take(order), np.maximum(seconds - start, 0.0), strips)
     volume = box.prod(axis=0)
@@ -142,7 +153,7 @@ def _cells(shape: Shape, rates: Rates, slot: float, seconds: float, able: Ints, 
     """The whole cells of a batched op that the devices can do in `seconds`."""
     here = rates.take(able)
     left, stages = seconds - here.latency, cell_seconds(shape, here)
-    tiles = _most_tiles(left - slot, filler)
+    tiles = _most_tiles(left - slot, _FILLER_TILE if filler else Grain.of(len(rates)).shortest)
     busiest = stages.max(axis=0)
     cost = Cells(busiest, stages.sum(axis=0) - busiest, np.where(filler, np.inf, tiles))
     if slot:
@@ -157,9 +168,8 @@ def _cells(shape: Shape, rates: Rates, slot: float, seconds: float, able: Ints, 
     return Shares(seconds, able[order], start, volume, np.ones((3, len(order))), tiles[order], strips)
 
 
-def _most_tiles(seconds: Floats, filler: bool) -> Ints:
-    """Tiles in so many seconds: so many that they are not too short."""
-    shortest = _FILLER_TILE if filler else _LEAST_TILE
+def _most_tiles(seconds: Floats, shortest: float) -> Ints:
+    """Tiles in so many seconds, if none is much shorter than that."""
     return np.maximum(1, np.rint(np.maximum(seconds, 0.0) / shortest).astype(np.int64))
 
 
@@ -245,7 +255,7 @@ def _laid_out(
         return cut(*_dealt(shape, shares))
     best = shares.box if split_k else np.stack([*shares.box[:2], np.full(len(shares.devices), float(shape.k))])
     here, drag = slowed.take(shares.devices), np.ones(len(shares.devices))
-    strips = shares.tiles if filler else _strips(shape, here, best, shares.tiles)
+    strips = shares.tiles if filler else _strips(shape, here, best, shares.tiles, Grain.of(len(rates)).price)
     overlap = np.where(shares.strips == ENDLESS, ENDLESS, strips)
     job = Job(shape, here, shares.start, overlap, shares.volume, best, drag)
     drafts = pack(job, split_k=split_k, many=1 if filler else _PRICED)
@@ -260,13 +270,13 @@ def _laid_out(
     return layout
 
 
-def _strips(shape: Shape, rates: Rates, best: Floats, most: Ints) -> Ints:
-    """The strips of each device's best box: at most so many, and no more than help."""
+def _strips(shape: Shape, rates: Rates, best: Floats, most: Ints, price: float) -> Ints:
+    """The strips of each device's best box: at most so many, and no more than save `price` seconds each."""
     rows, cols, depth = best
     down = 2.0 * np.sqrt(rows * cols) * depth * shape.down_bytes / rates.down
     compute = rows * cols * depth * (shape.flops / shape.volume) / rates.flops
     up = rows * cols * shape.up_bytes / rates.up
-    return fewest_strips(down, np.maximum(compute, up), np.minimum(compute, up), most, _TILE_PRICE)
+    return fewest_strips(down, np.maximum(compute, up), np.minimum(compute, up), most, price)
 
 
 def _corrected(job: Job, draft: Arrangement, layout: Layout, devices: Ints) -> Job:
