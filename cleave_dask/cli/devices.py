@@ -108,19 +108,20 @@ def _device(name: str, facts: dict[str, Any], silent: list[str]) -> dict[str, An
 
 def _table(found: dict[str, Any]) -> Table:
     """The devices, a row each."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     count = len(found["devices"])
     title = f"{count:,} device{'s' * (count != 1)} at {found['scheduler']}"
     known = any(device["token"] for device in found["devices"])
-    columns = ("device", "state", "kernel", "cores", "speed", "down", "up", "latency", "memory")
-    table = Table(*columns, *(("token", "until") if known else ()), title=title)
+    columns = ("device", "state", "cores", "speed", "down", "up", "latency", "memory")
+    table = Table(*columns, *(("token", "until") if known else ()), title=title, box=SIMPLE_HEAD, padding=0)
     for device in found["devices"]:
         table.add_row(
             device["name"],
             Text(device["state"], style=_COLOURS[device["state"]]),
-            *(str(device["kernel"]), str(device["cores"])),
+            f"{device['cores']} {device['kernel']}",
             _shown(device["flops"], "FLOP/s"),
             *(_shown(device[side] and 8 * device[side], "bit/s") for side in ("down", "up")),
             duration(device["latency"]) if device["latency"] is not None else "?",

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -180,6 +181,7 @@ def quiet_libraries() -> None:
 
     if click.get_current_context().meta.get(_DEBUG):
         return
+    warnings.filterwarnings("ignore", "Mismatched versions found")  # devices are strangers; ours are compared elsewhere
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not any(dask.config.get(key, None) for key in ("logging", "distributed.logging", "logging-file-config")):
