@@ -126,7 +126,7 @@ def _bold(text: str, bold: bool) -> str:
     return f"<b>{escape(text)}</b>" if bold else escape(text)
 
 
-_STATE = "state === 'here' ? '●' : state === 'measuring' ? '◌ measuring' : '○ ' + state"
+_STATE = "state === 'here' ? '● here' : state === 'measuring' ? '◌ measuring' : '○ ' + state"
 _COLUMNS = {
     "device": ("device", theme.cell("_.escape(value)", align="left"), 110),
     "state": ("state", theme.cell(_STATE, align="left"), 80),
