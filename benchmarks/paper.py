@@ -11,10 +11,10 @@ is skipped: stop it and start it again at will, or run `--share 1/2` and `--shar
     laptops   the same with 8 GB, so that memory alone differs
     mixed     Fleet.sample: phones, laptops and mini PCs on links of 5 to 100 MB/s
 
-On 64 and 256 laptops a step of opt-1.3b is played on virtual time, calm and with one device that leaves in the middle
-(`recovery`). And on 256 laptops there are two sweeps of llama2-7b: how uneven the two links of a device are
-(`asymmetry`), and how unlike the devices (`spread`). Every other number is a prediction: of the plan for `cleave` and
-`cleave-2d`, of its formulas for any other system. Servers feed all links at once, so that devices bind.
+On 64 and 256 laptops a step of opt-1.3b is played on virtual time, counting what plans count, calm and with one device
+that leaves in the middle (`recovery`). And on 256 laptops there are two sweeps of llama2-7b: how uneven the two links
+of a device are (`asymmetry`), and how unlike the devices (`spread`). Every other number is a prediction: of the plan for
+`cleave` and `cleave-2d`, of its formulas for any other system. Servers feed all links at once, so that devices bind.
 """
 
 from __future__ import annotations
@@ -128,18 +128,21 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def lose_one(model: str, fleet: Fleet) -> dict[str, float]:
-    """Seconds of a simulated step: calm, with one device that leaves in the middle, and with one device less."""
+    """Seconds of a simulated step: calm, with a device that leaves in the middle, and planned for one device less."""
     # Here, because they bring torch and transformers, which take seconds to import: the tables need neither.
     from cleave_dask.graph.building import build_graph
     from cleave_dask.graph.recipes import Recipe
-    from cleave_dask.simulation.simulator import simulate
+    from cleave_dask.simulation.measured import PLANNED
+    from cleave_dask.simulation.simulator import Simulator
 
-    recipe = Recipe.load(model)
-    made = plan(build_graph(recipe), fleet)
-    calm = simulate(made).seconds
-    gone = fleet.devices[0].name
-    start, middle = (Churn((Event(when, gone, "leave"),)) for when in (0.0, calm / 2))
-    return {"calm": calm, "left": simulate(made, middle).seconds, "without": simulate(made, start).seconds}
+    def simulated(fleet: Fleet, left: float | None = None) -> float:
+        churn = None if left is None else Churn((Event(left, gone, "leave"),))
+        return Simulator(plan(graph, fleet), churn, costs=PLANNED).run().seconds
+
+    graph, gone = build_graph(Recipe.load(model)), fleet.devices[0].name
+    calm = simulated(fleet)
+    fewer = replace(fleet, devices=fleet.devices[1:])
+    return {"calm": calm, "left": simulated(fleet, calm / 2), "without": simulated(fewer)}
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ from cleave_dask.runtime.shaping import Lane
 from cleave_dask.runtime.tiles import ParcelSpec
 
 _QUIET = {
-    "distributed.admin.system-monitor.interval": "10s",
+    "distributed.admin.system-monitor.interval": "1h",  # each look counts the files of all of them
+    "distributed.admin.system-monitor.disk": False,
     "distributed.worker.profile.enabled": False,
     "distributed.comm.timeouts.connect": "300s",  # all of them join at once
 }
