@@ -13,8 +13,8 @@ is skipped: stop it and start it again at will, or run `--share 1/2` and `--shar
 
 On 64 and 256 laptops a step of opt-1.3b is played on virtual time, counting what plans count, calm and with one device
 that leaves in the middle (`recovery`). And on 256 laptops there are two sweeps of llama2-7b: how uneven the two links
-of a device are (`asymmetry`), and how unlike the devices (`spread`). Every other number is a prediction: of the plan for
-`cleave` and `cleave-2d`, of its formulas for any other system. Servers feed all links at once, so that devices bind.
+of a device are (`asymmetry`), and how unlike the devices (`spread`). Every other number is a prediction: of the plan
+for `cleave` and `cleave-2d`, of its formulas for any other system. Servers feed all links, so that devices bind.
 """
 
 from __future__ import annotations
