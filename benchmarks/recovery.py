@@ -8,11 +8,11 @@ seconds of the step beyond the calm one; how much of that is only that seven dev
 what is left is the recovery. Beside it, what a restart of the step from the last checkpoint would lose: everything done
 since the step began, and the time to read the checkpoint (measured).
 
-With --simulated the same step on the same devices on virtual time, where nothing else happens, with a loss at each of
-31 instants, of one device after another; and what published systems pay for a lost device by their formulas
-(`simulation/baselines/faults.py`): what a rare loss adds to their batch, over the losses of a batch. They are not
-charged for having one device less. What that costs ours is the rest of the step times what a step planned for seven
-takes longer than one planned for eight.
+With --simulated steps of about 1, 3 and 9 minutes on such devices on virtual time, where nothing else happens, with a
+loss at each of 15 instants, of one device after another; and what published systems pay for a lost device by their
+formulas (`simulation/baselines/faults.py`): what a rare loss adds to their batch, over the losses of a batch. They are
+not charged for having one device less. What that costs ours is what the rest of a step planned for seven devices takes
+longer than the same rest planned for eight, from the point that the step has reached (its last finished level).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import torch
 from distributed import Client, Scheduler
 from rich.console import Console
@@ -38,9 +40,11 @@ from benchmarks.models import Llama
 from cleave_dask.fleet.churn import HARMFUL, Churn, Event
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.graph.capture import capture
+from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.planner import plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.cluster import facts_of
+from cleave_dask.runtime.trace import PARTS, Trace
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.baselines.comparison import SYSTEMS, compare
 from cleave_dask.simulation.device import SimulatedDevice
@@ -48,8 +52,13 @@ from cleave_dask.simulation.local import LocalFleet
 from cleave_dask.simulation.simulator import Simulator, simulate
 
 DEVICES = 8
-INSTANTS = 31
+INSTANTS = 15
 LLAMA = Llama(hidden=384, intermediate=1024, layers=4, heads=8, vocabulary=1024, batch=8, length=128)
+LONGER = (
+    replace(LLAMA, batch=13),
+    Llama(hidden=512, intermediate=1408, layers=8, heads=8, vocabulary=2048, batch=14, length=128),
+    Llama(hidden=768, intermediate=2048, layers=12, heads=12, vocabulary=4096, batch=18, length=128),
+)
 DOWN, UP = Link(5e6, 5e-3), Link(5e5, 5e-3)
 
 
@@ -126,25 +135,52 @@ class LosingSimulator(Simulator):
         super()._left(name, device)
 
 
+def levels_end(graph: StepGraph, trace: Trace) -> list[float]:
+    """When the step began, when each gemm that others wait for was through, and when the step was."""
+    last = np.zeros(len(trace.names["gemm"]))
+    np.maximum.at(last, trace.columns["gemm"], trace["start"] + sum(trace[part].astype(float) for part in PARTS))
+    ends = dict(zip(trace.names["gemm"], last.tolist(), strict=True))
+    critical = [ends[gemm.name] for gemm in graph.gemms if gemm.role != "dW" and gemm.name in ends]
+    return [0.0, *critical, trace.seconds]
+
+
+def losses(llama: Llama) -> dict[str, float]:
+    """What a lost device costs a step of a model, at each of some instants of it."""
+    fleet, graph = fleet_of(), capture(llama.module(), **llama.tokens(0))
+    planned = plan(graph, fleet)
+    eight, seven = simulate(planned), simulate(plan(graph, Fleet(fleet.server, fleet.devices[1:])))
+    ends = levels_end(graph, eight), levels_end(graph, seven)
+    kills = []
+    for number in range(1, INSTANTS + 1):
+        after = eight.seconds * number / (INSTANTS + 1)
+        fewer = seven.seconds - float(np.interp(after, *ends)) - (eight.seconds - after)
+        kills.append(lost_at(planned, eight.seconds, after, number, fewer))
+    show(f"{llama}; one of {DEVICES} devices lost, on virtual time; seconds", kills, None)
+    extra, recovery, factor = ([k[column] for k in kills] for column in ("extra", "recovery", "restart / recovery"))
+    return {
+        "step": eight.seconds,
+        "planned for one less": seven.seconds,
+        "extra": median(extra),
+        "recovery": median(recovery),
+        "worst": max(recovery),
+        "restart in mid-step": eight.seconds / 2,
+        "restart / recovery": median(factor),
+        "within own + 0.5 s": sum(kill["recovery"] <= kill["their own time"] + 0.5 for kill in kills),
+        "100x below restart": sum(each >= 100 for each in factor),
+        "of": INSTANTS,
+    }
+
+
 def simulated() -> list[dict[str, Any]]:
     """What a lost device costs each system, on virtual time or by its formulas."""
-    fleet, batch, rate = fleet_of(), LLAMA.tokens(0), 1e-3
-    graph = capture(LLAMA.module(), **batch)
-    planned = plan(graph, fleet)
-    calm = simulate(planned).seconds
-    seven = simulate(plan(graph, Fleet(fleet.server, fleet.devices[1:]))).seconds
-    print(f"a step of {calm:.2f} s takes {seven:.2f} s if it is planned for one device less")
-    instants = [(number, calm * number / (INSTANTS + 1)) for number in range(1, INSTANTS + 1)]
-    kills = [lost_at(planned, calm, after, number, (calm - after) * (seven / calm - 1)) for number, after in instants]
-    show(f"one of {DEVICES} devices lost, on virtual time; seconds", kills, None)
-    extra, recovery = ([kill[column] for kill in kills] for column in ("extra", "recovery"))
-    within = sum(kill["recovery"] <= kill["their own time"] + 0.5 for kill in kills)
-    hundredth = sum(kill["restart / recovery"] >= 100 for kill in kills)
-    print(f"of {INSTANTS}: {within} within the lost tiles' own time + 0.5 s, {hundredth} at a hundredth of a restart")
+    ours = [losses(llama) for llama in LONGER]
+    show("a lost device, by the length of the step: medians, and at how many instants; seconds", ours, None)
+    fleet, rate, first = fleet_of(), 1e-3, ours[0]
+    graph = capture(LONGER[0].module(), **LONGER[0].tokens(0))
+    step, half = first["step"], first["step"] / 2
     rows: list[dict[str, Any]] = [
-        {"system": "ours, simulated", "step": calm, "a lost device": median(extra), "recovery": median(recovery)},
-        {"system": "ours, the worst instant", "step": calm, "a lost device": max(extra), "recovery": max(recovery)},
-        {"system": "restart of our step", "step": calm, "a lost device": calm / 2, "recovery": calm / 2},
+        {"system": "ours, simulated", "step": step, "a lost device": first["extra"], "recovery": first["recovery"]},
+        {"system": "restart of our step", "step": step, "a lost device": half, "recovery": half},
     ]
     others = [name for name in SYSTEMS if name in ("dtfm", "ddp", "fsdp")]
     for before, under in zip(
@@ -154,8 +190,8 @@ def simulated() -> list[dict[str, Any]]:
             what = f"{before.system}: {before.why}"
             rows.append({"system": what, "step": nan, "a lost device": nan, "recovery": nan})
             continue
-        losses = before.devices_used * rate * HARMFUL / 3600 * before.seconds
-        cost = (under.seconds - before.seconds) / losses
+        lost = before.devices_used * rate * HARMFUL / 3600 * before.seconds
+        cost = (under.seconds - before.seconds) / lost
         rows.append({"system": before.system, "step": before.seconds, "a lost device": cost, "recovery": cost})
     for row in rows:
         row["over ours"] = row["recovery"] / max(rows[0]["recovery"], 1e-3)

@@ -1,6 +1,6 @@
 """What a tile costs the scheduler: the plugin beside stock Dask, on the same graph, with many light workers.
 
-    python benchmarks/scheduler.py [--levels 20] [--devices 8 64 256] [--json out.json]
+    python benchmarks/scheduler.py [--levels 20] [--devices 8 64 256] [--runs 3] [--json out.json]
 
 The scheduler runs in a process of its own and its CPU time is taken from the operating system. Workers and server are
 Dask workers inside this process whose tasks return at once, so only bookkeeping is measured. A level has four tiles for
@@ -43,6 +43,8 @@ QUIET = {
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,
     "distributed.comm.timeouts.connect": "300s",  # hundreds of workers join at once, on cores that do other things too
+    "distributed.worker.connections.incoming": 1024,  # all fetch from the server at once; beyond it they wait and retry
+    "distributed.worker.connections.outgoing": 1024,
 }
 
 
@@ -145,13 +147,13 @@ async def fleet(address: str, devices: int, *, steered: bool) -> Any:
         await asyncio.gather(*(worker.close() for worker in workers))
 
 
-async def measure(system: str, devices: int, levels: int, together: int = 1) -> dict[str, Any]:
-    """CPU seconds of the scheduler per tile, the best of three runs after one that does not count."""
+async def measure(system: str, devices: int, levels: int, together: int = 1, *, runs: int = 3) -> dict[str, Any]:
+    """CPU seconds of the scheduler per tile, the best of some runs after one that does not count."""
     options = ("--preload", "cleave_dask.runtime.scheduler") if system == "cleave" else ()
     with scheduler(*options) as (address, process):
         async with fleet(address, devices, steered=system == "cleave") as (client, server):
             spent = []
-            for run in range(4):
+            for run in range(1 + runs):
                 before = sum(process.cpu_times()[:2])
                 if system == "cleave":
                     graph, last = steered(run, devices, levels, together)
@@ -177,14 +179,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", type=int, default=20)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
+    timed = partial(measure, runs=options.runs)
     logging.getLogger("distributed").setLevel(logging.WARNING)
     with dask.config.set(QUIET):
         for devices in options.devices:
-            stocked = asyncio.run(measure("stock Dask", devices, options.levels))
-            found = [asyncio.run(measure("cleave", devices, options.levels, together)) for together in (1, 4)]
+            stocked = asyncio.run(timed("stock Dask", devices, options.levels))
+            found = [asyncio.run(timed("cleave", devices, options.levels, together)) for together in (1, 4)]
             for row in (stocked, *found):
                 row["ratio"] = row["ms_per_tile"] / stocked["ms_per_tile"]
                 rows.append(row)
