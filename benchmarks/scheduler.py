@@ -43,8 +43,6 @@ QUIET = {
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,
     "distributed.comm.timeouts.connect": "300s",  # hundreds of workers join at once, on cores that do other things too
-    "distributed.worker.connections.incoming": 1024,  # all fetch from the server at once; beyond it they wait and retry
-    "distributed.worker.connections.outgoing": 1024,
 }
 
 
