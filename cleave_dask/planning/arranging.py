@@ -16,7 +16,6 @@ import numpy as np
 from cleave_dask.planning.balancing import Arrangement, Job, fitted
 from cleave_dask.planning.cost import Floats, Ints
 
-_MANY_DEVICES = 512  # from which on only the likeliest ways are tried
 _MANY = 24  # devices of a slab, from which on its columns need no dynamic programming
 _EVENED = 12  # devices of a slab, from which on chance evens out what slabs can send
 _FEW = 256  # devices of a zone, up to which slabs are evened one swap after another
@@ -35,29 +34,29 @@ class Way:
     slabs: Slabs
 
 
-def ways(job: Job, *, split_k: bool) -> Iterator[Way]:
+def ways(job: Job, *, split_k: bool, all_of_them: bool) -> Iterator[Way]:
     """Ways to sort devices: all in one zone; or by how many of their best boxes lie behind each other in k; or by size.
 
     For each of them, slabs by volume and slabs by what devices can send, and columns across the longer and the shorter
-    axis; of large fleets only the likeliest.
+    axis; or only the likeliest.
     """
     count, longer = len(job.volume), job.shape.longer
-    for across in (longer, 1 - longer) if count <= _MANY_DEVICES else (longer,):
+    for across in (longer, 1 - longer) if all_of_them else (longer,):
         if not split_k or (job.best[_K] >= job.shape.k).all():
             yield Way(across, np.zeros(count, dtype=np.int64), _whole)
             continue
-        for number, zones in enumerate(_zonings(job, across)):
+        for number, zones in enumerate(_zonings(job, across, all_of_them=all_of_them)):
             yield Way(across, zones, _covering_slabs)
-            if number == 0 or count <= _MANY_DEVICES:
+            if number == 0 or all_of_them:
                 yield Way(across, zones, _slabs)
 
 
-def _zonings(job: Job, across: int) -> Iterator[Ints]:
+def _zonings(job: Job, across: int, *, all_of_them: bool) -> Iterator[Ints]:
     """The zone of each device, in several ways."""
     count = len(job.volume)
     yield np.zeros(count, dtype=np.int64)
     face = float(job.shape.extents[1 - across]) * job.shape.k
-    for least in (1.2, 4.0) if count <= _MANY_DEVICES else (2.5,):
+    for least in (1.2, 4.0) if all_of_them else (2.5,):
         layers = np.rint(job.shape.k / job.best[_K])
         zone, number, reach, wanted = np.zeros(count, dtype=np.int64), 0, 0.0, 0.0
         for value in np.unique(layers):
@@ -73,7 +72,7 @@ def _zonings(job: Job, across: int) -> Iterator[Ints]:
     side = float(np.average(np.sqrt(job.best[0] * job.best[1]), weights=job.volume))
     order = np.argsort(-job.best[0] * job.best[1], kind="stable")
     share = np.cumsum(job.volume[order]) / job.volume.sum()
-    for zones in (2, 3) if count <= _MANY_DEVICES else ():
+    for zones in (2, 3) if all_of_them else ():
         if job.shape.extents[across] >= zones * side and count >= 4 * zones:
             zone = np.zeros(count, dtype=np.int64)
             zone[order] = np.minimum(zones - 1, (share * zones).astype(np.int64))

@@ -65,11 +65,13 @@ def most(shape: Shape, rates: Rates, seconds: Floats, *, boxes: bool = False) ->
         cells = np.where(time >= stages.sum(axis=0), 1.0 + (time - stages.sum(axis=0)) / stages.max(axis=0), 0.0)
         volume = np.minimum(cells, shape.volume)
         return volume, volume
-    received = rates.down * time / shape.down_bytes
-    results = np.minimum(rates.up * time / shape.up_bytes, shape.m * shape.n)
-    volume = np.minimum(received * reach(shape, results), np.minimum(compute, results * shape.k))
-    side = float(min(shape.m, shape.n)) if boxes else None
-    volume = np.minimum(volume, causal(received, rates.up * time / shape.up_bytes, shape.k, side=side))
+    received, sent = rates.down * time / shape.down_bytes, rates.up * time / shape.up_bytes
+    side = float(min(shape.m, shape.n))
+    volume = np.minimum(causal(received, sent, shape.k, side=side if boxes else None), compute)
+    results = np.minimum(sent, shape.m * shape.n)
+    wide = sent > side**2  # less than that is bounded by cause and effect alone
+    if wide.any():
+        volume = np.where(wide, np.minimum(volume, received * reach(shape, results)), volume)
     return np.minimum(volume, shape.volume), results
 
 
@@ -79,12 +81,11 @@ def causal(received: Floats, sent: Floats, depth: int, *, side: float | None = N
     With `side` all of it is one box, no wider than that.
     """
     bend = 0.25 if side else np.pi**2 / 48.0
-    z = 2.0 * depth * np.sqrt(sent) / np.maximum(received, 1e-300)
-    z = np.minimum(z, (3.0 * bend) ** -0.5)  # where it is greatest
+    root = np.sqrt(sent)
+    z = np.minimum(2.0 * depth * root / np.maximum(received, 1e-300), (3.0 * bend) ** -0.5)  # where it is greatest
     if side:
-        z = np.minimum(z, 2.0 * side / np.sqrt(np.maximum(sent, 1e-300)))
-    part = z - bend * z * z * z
-    return np.asarray(part * received * np.sqrt(sent) / 2.0, dtype=np.float64)
+        z = np.minimum(z, 2.0 * side / np.maximum(root, 1e-300))
+    return np.asarray((0.5 - 0.5 * bend * z * z) * z * received * root, dtype=np.float64)
 
 
 def lines(shape: Shape, rates: Rates, seconds: Floats, alpha: float, *, boxes: bool = False) -> Floats:

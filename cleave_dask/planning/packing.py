@@ -18,25 +18,28 @@ from cleave_dask.planning.cost import Floats, Ints, Shape
 _TRIALS, _EFFORT = 30, 4096  # shuffles of a small fleet; trials times devices of a large one
 _NOISE = 0.1  # of the depths that devices want, in a shuffle
 _SHUFFLED = 3  # ways that are shuffled, in turn
-_SWEEPS = 12  # of balancing: enough to tell which is best, and that is balanced again
+_SWEEPS, _THOROUGH = 12, 30  # of balancing: enough to tell which is best, and that is balanced again
 
 
-def pack(job: Job, *, split_k: bool = True, many: int = 1, seed: int = 0) -> list[Arrangement]:
+def pack(
+    job: Job, *, split_k: bool = True, many: int = 1, wide: bool = True, thorough: bool = False, seed: int = 0
+) -> list[Arrangement]:
     """Up to `many` arrangements of the devices' boxes, the best first.
 
-    With many = 1 the first way is taken as it is.
+    With many = 1 the first way is taken as it is. `wide` tries all ways, `thorough` balances them longer.
     """
     depth, chance = job.best[2], np.random.default_rng(seed)
     found: list[tuple[float, int, Arrangement]] = []
-    tried = list(islice(ways(job, split_k=split_k), None if many > 1 else 1))
+    tried = list(islice(ways(job, split_k=split_k, all_of_them=wide), None if many > 1 else 1))
+    sweeps = _THOROUGH if thorough else _SWEEPS
     for way in tried:
-        draft = balanced(job, arrange(job, way, depth), sweeps=_SWEEPS)
+        draft = balanced(job, arrange(job, way, depth), sweeps=sweeps)
         found.append((longest(job, draft), len(found), draft))
     likely = [tried[number] for _, number, _ in sorted(found)[:_SHUFFLED]]
     trials = min(_TRIALS, _EFFORT // len(depth)) if len(tried) > 1 and len(depth) > 3 else 0
     for trial in range(trials if trials > 4 else 0):
         shuffled = depth * np.exp(_NOISE * chance.standard_normal(len(depth)))
-        draft = balanced(job, arrange(job, likely[trial % len(likely)], shuffled), sweeps=_SWEEPS)
+        draft = balanced(job, arrange(job, likely[trial % len(likely)], shuffled), sweeps=sweeps)
         found.append((longest(job, draft), len(found), draft))
     return [draft for _, _, draft in sorted(found)[:many]]
 

@@ -37,6 +37,7 @@ from cleave_dask.planning.queueing import Cells, queued
 
 _FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
 _PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
+_FAR = 1.06  # times what its division takes: a layout for which a better packing is looked for
 _AGAIN = 2  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
@@ -258,16 +259,24 @@ def _laid_out(
     strips = shares.tiles if filler else _strips(shape, here, best, shares.tiles, Grain.of(len(rates)).price)
     overlap = np.where(shares.strips == ENDLESS, ENDLESS, strips)
     job = Job(shape, here, shares.start, overlap, shares.volume, best, drag)
-    drafts = pack(job, split_k=split_k, many=1 if filler else _PRICED)
-    found = [(laid(draft), draft) for draft in drafts[: 1 if len(shares.devices) > _MANY_DEVICES else _PRICED]]
-    layout, draft = min(found, key=lambda pair: pair[0].seconds)
-    again = layout
-    for _ in range(0 if filler else _AGAIN):
-        job = _corrected(job, draft, again, shares.devices)
-        draft = balanced(job, draft)
-        again = laid(draft)
-        layout = again if again.seconds < layout.seconds else layout
-    return layout
+    few = len(shares.devices) <= _MANY_DEVICES
+
+    def best_packing(job: Job, *, thorough: bool) -> Layout:
+        drafts = pack(job, split_k=split_k, many=1 if filler else _PRICED, wide=few or thorough, thorough=thorough)
+        found = [(laid(draft), draft) for draft in drafts[: _PRICED if few or thorough else 1]]
+        layout, draft = min(found, key=lambda pair: pair[0].seconds)
+        again = layout
+        for _ in range(0 if filler else _AGAIN):
+            job = _corrected(job, draft, again, shares.devices)
+            draft = balanced(job, draft)
+            again = laid(draft)
+            layout = again if again.seconds < layout.seconds else layout
+        return layout
+
+    layout = best_packing(job, thorough=False)
+    if filler or not split_k or layout.seconds < _FAR * shares.seconds:
+        return layout
+    return min(layout, best_packing(job, thorough=True), key=lambda found: found.seconds)
 
 
 def _strips(shape: Shape, rates: Rates, best: Floats, most: Ints, price: float) -> Ints:
