@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from cleave_dask.errors import PlanError
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape, resident
 from cleave_dask.planning.growing import STREAMED, largest_strip, strip_edges
 
 _FINE = 1024  # cuts are no further off than this part of a box
 _ROOMY = 1.1  # rounding may add a little to a box that fits
-_SHARES, _SHARE_SECONDS = 32, 0.1  # a strip comes in pieces of such a part of its box, unless they are shorter
+_SHARES, _SHARE_SECONDS = 16, 0.2  # a strip comes in pieces of such a part of its box, unless they are shorter
+_MOST_TILES = 1_000_000  # of one gemm: beyond that a plan is of no use
 _MOST_PIECES = 32  # of a strip, so that devices with less memory than its own can take over a tile
 
 
@@ -118,6 +120,14 @@ def _grid(shape: Shape, boxes: Ints, owner: Ints, here: Rates, tiles: Ints) -> t
         axis = np.where(finished, 0.0, sizes / parts * np.array([1.0, 1.0, 0.05])).argmax(axis=1)
         grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
         parts[rows, axis] = np.where(full, grown, parts[rows, axis])
+    tiles = parts.astype(np.float64).prod(axis=1)
+    if tiles.sum() > _MOST_TILES:
+        least = here.memory[tiles.argmax()]
+        raise PlanError(
+            f"{shape.kind} of {shape.m} x {shape.n} x {shape.k} would be cut into {tiles.sum():.2g} tiles, more than"
+            f" {_MOST_TILES:,}, to fit into a device with {least / 1e6:.3g} MB of memory;"
+            " leave such devices out of the fleet, or give them more"
+        )
     return _split(boxes, owner, parts, units)
 
 

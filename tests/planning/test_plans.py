@@ -153,6 +153,9 @@ def test_bad_input_says_what_how_much_and_what_to_do() -> None:
     tiny = Fleet(fleet.server, tuple(replace(device, memory=8.0) for device in fleet))
     with pytest.raises(PlanError, match="has 8 B; add larger devices or lower the batch"):
         plan(graph_of(part), tiny, min_flops=0)
+    crumbs = Fleet(fleet.server, tuple(replace(device, memory=1000.0) for device in fleet))
+    with pytest.raises(PlanError, match=r"into .* tiles, .* a device with 0.001 MB .*; leave such devices out"):
+        plan(graph_of(make_gemm(2048, 2048, 2048)), crumbs, min_flops=0)
     with pytest.raises(PlanError, match="give every extent at least 1"):
         plan(graph_of(replace(part, m=0)), fleet, min_flops=0)
     with pytest.raises(PlanError, match="choose one of '3d', '2d', 'even'"):
