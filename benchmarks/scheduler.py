@@ -39,7 +39,8 @@ from cleave_dask.runtime.tiles import ParcelSpec
 TILES = 4  # per worker and level
 QUIET = {
     "distributed.admin.tick.interval": "500ms",
-    "distributed.admin.system-monitor.interval": "2s",
+    "distributed.admin.system-monitor.interval": "1h",  # each worker's looks at the files of all of them
+    "distributed.admin.system-monitor.disk": False,
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,
     "distributed.comm.timeouts.connect": "300s",  # hundreds of workers join at once, on cores that do other things too

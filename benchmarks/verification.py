@@ -15,6 +15,7 @@ import argparse
 import json
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import thread_time
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.models import Llama
 from benchmarks.tiles import OPERANDS, Array, changed, multiply, tile, tolerances
+from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.kernels import calm_products
 from cleave_dask.runtime.trainer import Trainer
@@ -36,6 +38,12 @@ from cleave_dask.runtime.wire import narrow, widen
 from cleave_dask.simulation.local import LocalFleet
 
 LLAMA = Llama(hidden=1024, intermediate=2816, layers=2, heads=16, vocabulary=4096, batch=4, length=512)
+FLEETS: dict[str, int | Fleet] = {
+    "2 on the server's cores": 2,
+    "4 of 500/100 Mbit/s": Fleet(
+        Server(), tuple(Device(f"device-{n}", 20e9, 2e9, Link(62.5e6, 1e-3), Link(12.5e6, 1e-3)) for n in range(4))
+    ),
+}
 DTYPES = ("float32", "bfloat16")
 BITS = {"float32": {"low bit": (0, 8), "middle bit": (8, 23), "high bit": (23, 32)}}
 BITS["bfloat16"] = {"low bit": (0, 3), "middle bit": (3, 7), "high bit": (7, 16)}
@@ -147,12 +155,12 @@ def _least(work: Any, times: int = 9) -> float:
 
 
 def steps(count: int) -> list[dict[str, Any]]:
-    """What checks take of real steps on two local devices; the smallest tile of a product has 512 x 512 x 2048."""
+    """What checks take of real steps; the smallest tile of a product has 512 x 512 x 2048."""
     rows = []
-    for wire in (None, "bfloat16"):
+    for (label, devices), wire in product(FLEETS.items(), (None, "bfloat16")):
         module = LLAMA.module()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        with LocalFleet(2) as fleet, fleet.get_client() as client:
+        with LocalFleet(devices) as fleet, fleet.get_client() as client:
             cut = partial(plan, grid=(2, 2, 1))
             with Trainer(module, optimizer, client, plan=cut, replan=False, wire=wire) as trainer:
                 server = psutil.Process(fleet.server_pid)
@@ -164,8 +172,14 @@ def steps(count: int) -> list[dict[str, Any]]:
                 check = sum(record["spent"]["verify"] for record in trainer.records[1:]) / count
                 seconds = median(record["seconds"] for record in trainer.records[1:])
                 cpu = (after.user + after.system - before.user - before.system) / count
-        rows.append({"wire": wire or "float32", "seconds": seconds, "server's CPU": cpu, "checks' CPU": check})
-        rows[-1] |= {"check / step": check / seconds, "check / server's CPU": check / cpu}
+        row = {
+            "devices": label,
+            "wire": wire or "float32",
+            "seconds": seconds,
+            "server's CPU": cpu,
+            "checks' CPU": check,
+        }
+        rows.append({**row, "check / step": check / seconds, "check / server's CPU": check / cpu})
     return rows
 
 
@@ -192,7 +206,7 @@ def main() -> None:
     show("what a check costs, ms of one core; `share` is its part of B X, which 4 tiles have in common", costs)
     whole = steps(options.steps) if options.steps else []
     if whole:
-        show(f"{LLAMA}: seconds of a step, 2 local devices, tiles of 512 x 512 x 1024 and up", whole)
+        show(f"{LLAMA}: seconds of a step, tiles of 512 x 512 x 2048 and up", whole)
     rows = run(options.tiles, options.seed)
     show(f"{options.tiles} wrong and {options.tiles} honest tiles", rows)
     for column in ("accepted beyond tolerance", "wrongly rejected"):

@@ -39,12 +39,14 @@ by 3e-4 of its typical size in float32, and by a third of it in bfloat16, where 
 **Infinity and NaN** must come from the operands, or from a sum that leaves the range of the dtype.
 Products in less than the tile's precision (TF32, halves summed in halves) are not honest in this sense.
 
-Tiles that share a slice of B share its vectors too: B X is computed once (`RightSide`). A device learns nothing of them
-but whether its own tile was accepted, and a device whose tile was not is asked for no more.
+Tiles that share a slice of B share its vectors too: B X is computed once (`RightSide`), and that of neighbouring slices
+is the sum of theirs. A device learns nothing of them but whether its own tile was accepted, and a device whose tile was
+not is asked for no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -125,49 +127,96 @@ def verify_tile(a: Any, b: Any, c: Any, *, seed: int, dtype: str | None = None) 
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """A matrix as it travels, in parts that follow each other along an axis; copying them together would cost more."""
+
+    parts: tuple[Array, ...]
+    axis: int = 0
+
+    @property
+    def T(self) -> Slices:
+        """The transposed matrix."""
+        return Slices(tuple(part.T for part in self.parts), 1 - self.axis)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        whole = [self.parts[0].shape[0], self.parts[0].shape[1]]
+        whole[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return whole[0], whole[1]
+
+    @property
+    def whole(self) -> Array:
+        """One array."""
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts, axis=self.axis)
+
+    def times(self, dtype: str, vectors: Array) -> Array:
+        """The matrix times vectors."""
+        if self.axis == 0:
+            found = [_times(part, dtype, vectors) for part in self.parts]
+            return found[0] if len(found) == 1 else np.concatenate(found)
+        ends = np.cumsum([part.shape[1] for part in self.parts])
+        each = zip(self.parts, np.split(vectors, ends[:-1]), strict=True)
+        return np.asarray(sum(_times(part, dtype, some) for part, some in each))
+
+
+@dataclass(frozen=True, slots=True)
 class RightSide:
     """A slice of B with its random vectors, for all tiles that multiply it."""
 
-    b: Array  # as it travels
+    b: tuple[Slices, ...]  # side by side
     dtype: str
     fits: Array  # columns whose squares can be summed
     x: Array  # scaled vectors, 0 in columns that do not fit
     y: Array  # B x
 
     @classmethod
-    def of(cls, b: Array, dtype: str, seed: list[int]) -> Self:
+    def of(cls, b: Array | Slices, dtype: str, seed: list[int]) -> Self:
         """Draw the vectors of a slice and multiply it by them."""
-        precision = PRECISIONS[dtype]
+        precision, b = PRECISIONS[dtype], b if isinstance(b, Slices) else Slices((b,))
         with np.errstate(all="ignore"):
-            scale = _column_scale(widen(b[:: max(1, len(b) // SAMPLED)], dtype), precision)
+            scale = _column_scale(_sampled(b, dtype), precision)
             if not scale.all():
-                scale = _column_scale(_wide(b, dtype), precision)
+                scale = _column_scale(_wide(b.whole, dtype), precision)
             fits = scale > 0
             x = (scale[:, None] * _vectors(seed, len(scale), precision.sums)).astype(precision.sums, copy=False)
-            y = _times(b, dtype, x) if fits.all() else np.where(fits, _wide(b, dtype), 0) @ x
-            return cls(b, dtype, fits, x, y)
+            y = b.times(dtype, x) if fits.all() else np.where(fits, _wide(b.whole, dtype), 0) @ x
+            return cls((b,), dtype, fits, x, y)
 
-    def verify(self, a: Array, c: Array) -> bool:
+    @classmethod
+    def joined(cls, sides: Sequence[Self]) -> Self:
+        """Slices that lie side by side, as one."""
+        if len(sides) == 1:
+            return sides[0]
+        fits, x = (np.concatenate([getattr(side, name) for side in sides]) for name in ("fits", "x"))
+        y = np.sum([side.y for side in sides], axis=0)
+        return cls(tuple(part for side in sides for part in side.b), sides[0].dtype, fits, x, y)
+
+    def verify(self, a: Array | Slices, c: Array) -> bool:
         """Whether c is a @ b, for matrices of agreeing shapes."""
+        a = a if isinstance(a, Slices) else Slices((a,))
         if c.size == 0 or a.shape[1] == 0:
             return not c.any()
         precision, dtype = PRECISIONS[self.dtype], self.dtype
-        left, wide, product = a, self.b, c
+        product = c
         with np.errstate(all="ignore"):
             sieved = product
             if not self.fits.all():
-                left, wide, product = (_wide(array, dtype) for array in (a, self.b, c))
-                dtype = precision.sums  # in which they are now
+                left, wide, product = (_wide(array, dtype) for array in (a.whole, self._whole(), c))
+                a, dtype = Slices((left,)), precision.sums  # in which they are now
                 odd = np.flatnonzero(~self.fits)  # columns of zeros, or out of the range in which squares can be summed
                 odd = odd[wide[:, odd].any(axis=0) | product[:, odd].any(axis=0)]
-                if odd.size and not _elements_right(left, wide[:, odd], product[:, odd], np.arange(len(a)), precision):
+                if odd.size and not _elements_right(left, wide[:, odd], product[:, odd], np.arange(len(c)), precision):
                     return False
                 sieved = np.where(self.fits, product, 0)
-            rows = _suspects(left, sieved, dtype, precision, self)
+            rows = _suspects(a, sieved, dtype, precision, self)
             if rows.size == 0:
                 return True
-            left, wide, product = (_wide(array, dtype) for array in (left, wide, product))
+            left, product, wide = _wide(a.whole, dtype), _wide(product, dtype), _wide(self._whole(), self.dtype)
             return _elements_right(left, wide, product, rows, precision)
+
+    def _whole(self) -> Array:
+        return np.concatenate([part.whole for part in self.b], axis=1) if len(self.b) > 1 else self.b[0].whole
 
 
 def _wide(array: Array, dtype: str) -> Array:
@@ -201,6 +250,13 @@ def _times(array: Array, dtype: str, vectors: Array) -> Array:
     return result
 
 
+def _sampled(b: Slices, dtype: str) -> Array:
+    """Some rows of a matrix."""
+    step = max(1, b.shape[0] // SAMPLED)
+    parts = [part[::step] for part in b.parts]
+    return np.asarray(widen(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=b.axis), dtype))
+
+
 def _column_scale(b: Array, precision: Precision) -> Array:
     """What brings each column to norm 1; 0 where that is out of range, as for columns of zeros."""
     energy = np.einsum("ij,ij->j", b, b)
@@ -217,15 +273,15 @@ def _vectors(seed: list[int], count: int, dtype: Any) -> Array:
     return entries
 
 
-def _suspects(a: Array, c: Array, dtype: str, precision: Precision, side: RightSide) -> Array:
+def _suspects(a: Slices, c: Array, dtype: str, precision: Precision, side: RightSide) -> Array:
     """Rows whose residual is not explained by typical rounding, the least explained first."""
-    product = _times(a, dtype, side.y)
+    product = a.times(dtype, side.y)
     residual, found = _mean_square(_times(c, dtype, side.x) - product), _mean_square(product)
     sums, halves = precision.sum_unit**2 * (a.shape[1] + c.shape[1]), precision.unit**2
     rows = np.flatnonzero(~((residual <= (2 * sums + halves) * found) & np.isfinite(found)))
     if rows.size == 0:
         return rows
-    walk = np.square(widen(a[rows], dtype), dtype="float64") @ _mean_square(side.y)
+    walk = np.square(widen(a.whole[rows], dtype), dtype="float64") @ _mean_square(side.y)
     size = np.square(widen(c[rows], dtype), dtype="float64") @ _mean_square(side.x)
     excess = residual[rows] / (sums * (walk + size) + halves * size)
     excess[~np.isfinite(walk + size + excess)] = np.inf

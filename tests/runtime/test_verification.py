@@ -14,7 +14,7 @@ from benchmarks.tiles import OPERANDS, Array, changed, multiply, tile, tolerance
 from benchmarks.verification import run
 from cleave_dask.errors import InputError
 from cleave_dask.runtime.kernels import load_kernel
-from cleave_dask.runtime.verification import SPREAD, verify_tile
+from cleave_dask.runtime.verification import SPREAD, RightSide, Slices, verify_tile
 from cleave_dask.runtime.wire import narrow, widen
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -232,6 +232,26 @@ def test_any_layout_of_large_operands_is_checked_alike(dtype: str) -> None:
 
 def product_of_layouts(*arrays: Array) -> list[tuple[Array, ...]]:
     return list(itertools.product(*((array, np.asfortranarray(array)) for array in arrays)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["normal", "tiny", "zero columns"])
+@pytest.mark.parametrize("cut", ["k", "columns", "both"])
+def test_operands_in_parts_are_checked_as_if_they_were_whole(cut: str, kind: str, dtype: str) -> None:
+    a, b = tile("tiny" if kind == "tiny" else "normal", dtype, np.random.default_rng(3), 40, 56, 48)
+    if kind == "zero columns":
+        b[:, 5:9] = 0
+    c = multiply(a, b, dtype)
+    left = Slices((a,) if cut == "columns" else (a[:, :10], a[:, 10:]), axis=1)
+    spans = [slice(0, 48)] if cut == "k" else [slice(0, 7), slice(7, 30), slice(30, 48)]
+    pieces = (Slices((b[:10, span], b[10:, span])) if cut != "columns" else Slices((b[:, span],)) for span in spans)
+    side = RightSide.joined([RightSide.of(piece, dtype, [number]) for number, piece in enumerate(pieces)])
+    assert side.verify(left, c)
+    assert RightSide.of(left.T, dtype, [7]).verify(Slices((b,)).T, c.T)
+    wrong = c.copy()
+    wrong[3, 6] = narrow(np.full(1, 100.0, "float32"), dtype)[0]
+    assert not side.verify(left, wrong)
+    assert not RightSide.of(left.T, dtype, [7]).verify(Slices((b,)).T, wrong.T)
 
 
 def test_a_stack_of_products() -> None:
