@@ -73,8 +73,8 @@ bench-edge: setup ## measure this package and its peers on shaped links, side by
 soak: setup ## train for an hour while devices are killed, stopped and started (ARGS="--minutes 5")
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-fuzz: setup ## give every parser of device bytes 20,000 examples each (EXAMPLES=1000000)
-	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest tests/runtime/test_fuzzing.py --timeout 0 $(ARGS)
+fuzz: setup ## give every parser of device bytes examples for 120 s, 16 minutes together (SECONDS=3600)
+	FUZZ_SECONDS=$(or $(SECONDS),120) $(BIN)/python -m pytest tests/runtime/test_fuzzing.py -s --timeout 0 $(ARGS)
 
 clean: ## remove .venv, caches and build output; checkpoints stay
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

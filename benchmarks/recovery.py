@@ -4,15 +4,16 @@
     python benchmarks/recovery.py --simulated
 
 Devices are real processes behind links of 40 and 4 Mbit/s, so that a step takes about a minute. For each kill:
-seconds of the step beyond the calm one; how much of that is only that seven devices do the rest of the work of eight;
-what is left is the recovery. Beside it, what a restart of the step from the last checkpoint would lose: everything done
-since the step began, and the time to read the checkpoint (measured).
+seconds of the step beyond the calm one; how much of that is only that one device is less, which a second step tells in
+which the same device is paused at the same instant: it finishes what it has and takes no more; what is left is the
+recovery. Beside it, what a restart of the step from the last checkpoint would lose: everything done since the step
+began, and the time to read the checkpoint (measured).
 
 With --simulated steps of about 1, 3 and 9 minutes on such devices on virtual time, where nothing else happens, with a
 loss at each of 15 instants, of one device after another; and what published systems pay for a lost device by their
 formulas (`simulation/baselines/faults.py`): what a rare loss adds to their batch, over the losses of a batch. They are
-not charged for having one device less. What that costs ours is what the rest of a step planned for seven devices takes
-longer than the same rest planned for eight, from the point that the step has reached (its last finished level).
+not charged for having one device less. A column more says what it costs ours that the rest of the step keeps the grid
+that was cut for eight (so that the loss stays the same bit for bit): beyond the same rest in a step planned for seven.
 """
 
 from __future__ import annotations
@@ -69,6 +70,12 @@ def in_flight(dask_scheduler: Scheduler, device: str) -> list[float]:
     return [dispatcher.expected(parcel, device) for parcel in dispatcher.flying(device)]
 
 
+def pause(dask_scheduler: Scheduler, device: str, *, paused: bool) -> None:
+    """Give a device no more parcels, or give it some again."""
+    steering: Any = dask_scheduler.plugins["cleave-steering"]
+    steering.dispatcher.device_paused(device, paused)
+
+
 VICTIM = f"device-{DEVICES - 1}"
 
 
@@ -84,6 +91,17 @@ def killed_step(fleet: LocalFleet, client: Client, trainer: Trainer, batch: Any,
     while VICTIM not in facts_of(client)["device"]:
         sleep(0.1)
     return {"seconds": trainer.records[-1]["seconds"], "parcels": len(parcels), "own": sum(parcels)}
+
+
+def paused_step(client: Client, trainer: Trainer, batch: Any, after: float) -> float:
+    """Seconds of a step in which a device takes no more parcels `after` seconds; it takes them again afterwards."""
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(trainer.step, **batch)
+        sleep(after)
+        client.run_on_scheduler(pause, device=VICTIM, paused=True)
+        step.result()
+    client.run_on_scheduler(pause, device=VICTIM, paused=False)
+    return float(trainer.records[-1]["seconds"])
 
 
 def stopped_step(fleet: LocalFleet, client: Client, trainer: Trainer, batch: Any, after: float) -> dict[str, float]:
@@ -106,18 +124,19 @@ def stopped_step(fleet: LocalFleet, client: Client, trainer: Trainer, batch: Any
     return {"stopped after": after, "longest parcel": longest, "noticed after": noticed, "limit": 2 * longest + 1}
 
 
-def lost_at(planned: Plan, calm: float, after: float, number: int, fewer: float) -> dict[str, float]:
-    """What it costs that a device leaves at an instant of a simulated step; `fewer` is what one less costs anyway."""
-    name = f"device-{number % DEVICES}"
-    simulator = LosingSimulator(planned, Churn((Event(after, name, "leave"),)))
-    extra = simulator.run().seconds - calm
+def lost_at(planned: Plan, calm: float, after: float, number: int, rest: float) -> dict[str, float]:
+    """What it costs that a device leaves at an instant of a simulated step; `rest` is how long it goes on for seven."""
+    leaves = Churn((Event(after, f"device-{number % DEVICES}", "leave"),))
+    losing = LosingSimulator(planned, leaves)
+    extra, fewer = losing.run().seconds - calm, PausingSimulator(planned, leaves).run().seconds - calm
     return {
         "lost after": after,
         "extra": extra,
         "one device less": fewer,
         "recovery": extra - fewer,
-        "tiles lost": simulator.tiles_lost,
-        "their own time": simulator.own,
+        "grid of eight": fewer - (after + rest - calm),
+        "tiles lost": losing.tiles_lost,
+        "their own time": losing.own,
         "restart": after,
         "restart / recovery": after / max(extra - fewer, 1e-3),
     }
@@ -133,6 +152,13 @@ class LosingSimulator(Simulator):
             self.tiles_lost += len(self.parcels[number].cut.tiles)
             self.own += self.dispatcher.expected(number, name)
         super()._left(name, device)
+
+
+class PausingSimulator(Simulator):
+    """Devices that leave do what they have before they do."""
+
+    def _left(self, name: str, device: SimulatedDevice) -> None:
+        self.dispatcher.device_paused(name, True)
 
 
 def levels_end(graph: StepGraph, trace: Trace) -> list[float]:
@@ -153,14 +179,17 @@ def losses(llama: Llama) -> dict[str, float]:
     kills = []
     for number in range(1, INSTANTS + 1):
         after = eight.seconds * number / (INSTANTS + 1)
-        fewer = seven.seconds - float(np.interp(after, *ends)) - (eight.seconds - after)
-        kills.append(lost_at(planned, eight.seconds, after, number, fewer))
+        rest = seven.seconds - float(np.interp(after, *ends))
+        kills.append(lost_at(planned, eight.seconds, after, number, rest))
     show(f"{llama}; one of {DEVICES} devices lost, on virtual time; seconds", kills, None)
-    extra, recovery, factor = ([k[column] for k in kills] for column in ("extra", "recovery", "restart / recovery"))
+    columns = ("extra", "one device less", "recovery", "grid of eight", "restart / recovery")
+    extra, fewer, recovery, grid, factor = ([kill[column] for kill in kills] for column in columns)
     return {
         "step": eight.seconds,
         "planned for one less": seven.seconds,
         "extra": median(extra),
+        "one device less": median(fewer),
+        "of which grid of eight": median(grid),
         "recovery": median(recovery),
         "worst": max(recovery),
         "restart in mid-step": eight.seconds / 2,
@@ -248,8 +277,8 @@ def main() -> None:
                 after = calm * (number + 1) / (options.kills + 1)
                 found = killed_step(fleet, client, trainer, batch, after)
                 extra = found["seconds"] - calm
-                fewer = (calm - after) / (DEVICES - 1)
-                recovery = max(extra - fewer, 0.0)
+                fewer = paused_step(client, trainer, batch, after) - calm
+                recovery = extra - fewer
                 restart = after + reading
                 rows.append(
                     {

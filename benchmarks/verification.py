@@ -33,7 +33,7 @@ from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.kernels import calm_products
 from cleave_dask.runtime.trainer import Trainer
-from cleave_dask.runtime.verification import RightSide
+from cleave_dask.runtime.verification import RightSide, Slices
 from cleave_dask.runtime.wire import narrow, widen
 from cleave_dask.simulation.local import LocalFleet
 
@@ -125,8 +125,8 @@ def _counts(count: int, found: Counter[str]) -> dict[str, int]:
     return {"count": count} | {column: found[column] for column in columns}
 
 
-def cost(tiles_of_a_slice: int = 4) -> list[dict[str, Any]]:
-    """Milliseconds of a check and of the product on the same cores; several tiles share a slice of B."""
+def cost(along: int = 4) -> list[dict[str, Any]]:
+    """Milliseconds of a check and of the product on the same cores; so many tiles share each slice of A and of B."""
     rows = []
     rng = np.random.default_rng(0)
     for dtype in DTYPES:
@@ -134,13 +134,14 @@ def cost(tiles_of_a_slice: int = 4) -> list[dict[str, Any]]:
             wide = (rng.standard_normal((m, k), "float32"), rng.standard_normal((k, n), "float32"))
             a, b = (narrow(array, dtype) for array in wide)
             c = multiply(a, b, dtype)
-            side = RightSide.of(b, dtype, [1])
+            side, left = RightSide.of(b, dtype, [1]), Slices((a,))
+            vectors = np.concatenate([side.y] * along, axis=1)
             product = _least(partial(multiply, a, b, dtype))
-            check = _least(partial(side.verify, a, c))
-            share = _least(partial(RightSide.of, b, dtype, [1])) / tiles_of_a_slice
+            check = _least(partial(side.verify, a, c, left.times(dtype, side.y)))
+            shared = _least(partial(RightSide.of, b, dtype, [1])) + _least(partial(left.times, dtype, vectors))
             name = f"{m} x {n} x {k}"
-            rows.append({"tile": name, "dtype": dtype, "product": product, "check": check, "share": share})
-            rows[-1]["check / product"] = (check + share) / product
+            rows.append({"tile": name, "dtype": dtype, "product": product, "check": check, "share": shared / along})
+            rows[-1]["check / product"] = (check + shared / along) / product
     return rows
 
 
@@ -203,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     calm_products()  # as the server does
     costs = cost()
-    show("what a check costs, ms of one core; `share` is its part of B X, which 4 tiles have in common", costs)
+    show("what a check costs, ms of one core; `share` is its part of A (B X), as each slice has 4 tiles", costs)
     whole = steps(options.steps) if options.steps else []
     if whole:
         show(f"{LLAMA}: seconds of a step, tiles of 512 x 512 x 2048 and up", whole)

@@ -14,9 +14,8 @@ FOLDER_MARKERS = {name: name for name in ("cluster", "chaos", "browser", "bench"
 
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
-FUZZ = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # examples of each property, for `make fuzz`
-settings.register_profile("fuzz", settings.get_profile("dev"), max_examples=FUZZ or 100)
-settings.load_profile("fuzz" if FUZZ else "ci" if os.environ.get("CI") else "dev")
+settings.register_profile("fuzz", settings.get_profile("dev"), max_examples=1000)  # at a time, by `make fuzz`
+settings.load_profile("fuzz" if os.environ.get("FUZZ_SECONDS") else "ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

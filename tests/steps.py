@@ -34,7 +34,8 @@ Planner = Callable[[Any, Fleet], Plan]
 _GRAPHS: dict[object, StepGraph] = {}  # capturing takes seconds, and the same module gives the same graph
 
 
-def _captured(module: Module, batch: Batch) -> StepGraph:
+def captured(module: Module, batch: Batch) -> StepGraph:
+    """The step of a module; captured once."""
     key = str(module), *((name, tensor.shape) for name, tensor in batch.items())
     if key not in _GRAPHS:
         _GRAPHS[key] = capture(module, **batch)
@@ -48,7 +49,7 @@ class Local:
         self, module: Module, batch: Batch, *, planner: Planner = cut, accumulate: int = 1, seed: int = 7
     ) -> None:
         torch.manual_seed(seed)
-        self.graph = _captured(module, batch)
+        self.graph = captured(module, batch)
         self.training = Training("run", "client", Settings(accumulate=accumulate), self._random_state())
         self.training.weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.training.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)

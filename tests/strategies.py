@@ -40,6 +40,7 @@ def servers() -> st.SearchStrategy[Server]:
         ingress=amounts(1e8, 1e12),
         flops=amounts(1e10, 1e15),
         memory=amounts(1e9, 1e14),
+        processes=st.none() | st.integers(1, 8),
     )
 
 

@@ -35,6 +35,7 @@ DOORS: dict[str, dict[str, str]] = {
         "graph/torch_ops.py": "names and classifies ATen ops",
         "runtime/interpreter.py": "runs the ops between levels on the server",
         "runtime/kernels_torch.py": "multiplies tiles on devices that have torch",
+        "runtime/logits_torch.py": "a head by vocabulary, on the server and on devices that have torch",
         "runtime/wire_torch.py": "tensors to frames and back, bfloat16 included",
         "runtime/server*.py": "keeps weights and optimizer state",
         "runtime/*trainer.py": "takes the user's module and optimizer",

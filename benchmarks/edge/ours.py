@@ -66,13 +66,13 @@ def _planner(system: str) -> Planner:
 
 
 def _note(trainer: Trainer, last: Trace, seconds: float, shaping: Shaping | None) -> str:
-    """The plan in a line, and what checks and the trace cost the server."""
+    """The plan in a line, and what checks and the trace cost the server: seconds of CPU over those of the step."""
     made = trainer.plan
-    checks, rows = float(last["verify"].sum()) / seconds, row_seconds(2000) * len(last) / seconds
+    checks, rows = trainer.records[-1]["spent"]["verify"] / seconds, row_seconds(2000) * len(last) / seconds
     held = "; links held by token buckets, not by the kernel" if shaping == "buckets" else ""
     return (
         f"{len(made.tiles)} tiles, {made.tiling}, {made.binding} binds; "
-        f"checking tiles {checks:.1%}, trace {rows:.2%} of a step{held}"
+        f"CPU of checking tiles {checks:.1%}, of the trace {rows:.2%} of a step{held}"
     )
 
 

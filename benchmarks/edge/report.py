@@ -86,7 +86,7 @@ def written(document: str, text: str) -> str:
 def plot(setting: Setting, rows: Iterable[Row], titles: Mapping[str, str], path: Path) -> None:
     """Seconds per step side by side."""
     bars = [(titles.get(row.system, row.system), row.seconds) for row in rows]
-    path.write_text(draw_bars(setting.what, bars) + "\n")
+    path.write_text(draw_bars(setting.what, bars).svg + "\n")
 
 
 def _ratio(seconds: float, other: float | None) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from math import isqrt
 from statistics import median
 from typing import Any
+from warnings import filterwarnings
 
 import dask.array as da
 import numpy as np
@@ -42,6 +43,7 @@ Product = Callable[[Array, Array], Any]
 def run(variant: str, setting: Setting, effort: Effort) -> Row:
     """One variant on one setting, in a network and a cluster of its own."""
     names = [device.name for device in setting.fleet.devices]
+    filterwarnings("ignore", message="Sending large graph", category=UserWarning)  # that is what is measured here
     with Network(setting.fleet) as network, Processes() as processes:
         address = _start(processes, network, names)
         with Client(address, timeout=START) as client:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from cleave_dask.errors import InputError
 
@@ -26,6 +27,15 @@ def claimed(given: Path | None, name: str, *, resume: bool) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # there is something in it
             folder.rmdir()
+
+
+def check_model(folder: Path, module: Any) -> None:
+    """Refuse to resume a run of another torch module, before anything is started for it."""
+    from cleave_dask.runtime.store import Expectation, TileStore
+
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    kinds = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors}
+    TileStore(folder).check(Expectation({f"weights/{name}": kind for name, kind in kinds.items()}))
 
 
 def elsewhere(given: Path | None, name: str, *, resume: bool) -> Path:

@@ -12,10 +12,12 @@ from cleave_dask.cli.frame import (
     fleet_option,
     json_option,
     make_console,
+    plot_option,
     print_json,
     quiet_libraries,
     recipe_argument,
     wire_option,
+    write_picture,
 )
 from cleave_dask.errors import InputError
 from cleave_dask.formatting import duration, quantity
@@ -47,12 +49,7 @@ _seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_de
     help="A system to compare, such as dtfm or alpa-8xH100; may be given again.  [default: all]",
 )
 @click.option("--simulate", "simulated", is_flag=True, help="Play our own plans; done anyway with --churn.")
-@click.option(
-    "--plot",
-    metavar="FILE.svg|.png",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw a bar for each system.",
-)
+@plot_option("Draw a bar for each system.")
 @json_option
 @debug_option
 def compare(
@@ -75,7 +72,7 @@ def compare(
 
     for name in systems:
         check_system(name)
-    _check(churn, plot)
+    _check(churn)
     what, where, graph = _load(recipe, fleet, wire)
     results = price_all(graph, where, systems=systems or SYSTEMS, churn=churn, seed=seed, simulated=simulated)
     if plot is not None:
@@ -114,7 +111,7 @@ def simulate(recipe: str, fleet: str, wire: str | None, churn: str | None, seed:
     from cleave_dask.fleet.devices import Fleet
 
     rate = _rate(churn)
-    _check(rate, None)
+    _check(rate)
     replayed = Churn.load(churn, Fleet.load(fleet)) if churn is not None and rate is None else None
     what, where, graph = _load(recipe, fleet, wire)
 
@@ -161,13 +158,10 @@ def _rate(churn: str | None) -> float | None:
         return None
 
 
-def _check(churn: float | None, plot: Path | None) -> None:
-    """Options that can be judged before anything is built."""
+def _check(churn: float | None) -> None:
+    """A rate can be judged before anything is built."""
     if churn is not None and not 0 <= churn < float("inf"):
         raise InputError(f"a churn rate of {churn}; give mishaps per device and hour, 0 or more")
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        named = str(plot.with_suffix(".png"))
-        raise InputError(f"cannot draw {str(plot)!r}: pictures are SVG or PNG; name it {named!r}")
 
 
 def _load(recipe: str, fleet: str, wire: str | None) -> tuple[Recipe, Fleet, StepGraph]:
@@ -243,10 +237,6 @@ def _print_facts(facts: dict[str, Any], devices: int) -> None:
 
 
 def _draw(title: str, results: list[Result], file: Path) -> None:
-    from cleave_dask.views.bars import Bar, draw_bars, paint_bars
+    from cleave_dask.views.bars import Bar, draw_bars
 
-    bars = [Bar(result.system, result.seconds, result.binding) for result in results]
-    try:
-        file.write_bytes(draw_bars(title, bars).encode() if file.suffix == ".svg" else paint_bars(title, bars))
-    except OSError as error:
-        raise InputError(f"cannot write {str(file)!r}: {error.strerror}; choose another --plot") from error
+    write_picture(file, draw_bars(title, [Bar(result.system, result.seconds, result.binding) for result in results]))

@@ -8,18 +8,21 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from cleave_dask.cli.interrupts import EXIT_CODE, Interrupts
-from cleave_dask.errors import CleaveError
+from cleave_dask.errors import CleaveError, InputError
 from cleave_dask.graph.ir import WIRES
 from cleave_dask.resources import graphs_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from cleave_dask.views.picture import Picture
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -137,6 +140,27 @@ def wire_option(function: Function) -> Function:
     )(function)
 
 
+def plot_option(explain: str) -> Callable[[Function], Function]:
+    """`--plot`: a picture, SVG or PNG by its name."""
+
+    def named(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
+        if file is not None and file.suffix not in (".svg", ".png"):
+            better = str(file.with_suffix(".png")) if file.stem else "picture.png"
+            raise InputError(f"cannot draw {str(file)!r}: pictures are SVG or PNG; name it {better!r}")
+        return file
+
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--plot", metavar="FILE.svg|.png", type=path, callback=named, help=explain)
+
+
+def write_picture(file: Path, picture: Picture) -> None:
+    """A picture in the format that the name of its file says."""
+    try:
+        file.write_bytes(picture.svg.encode() if file.suffix == ".svg" else picture.png)
+    except OSError as error:
+        raise InputError(f"cannot write {str(file)!r}: {error.strerror}; choose another --plot") from error
+
+
 def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     return _completions("", incomplete)
 
@@ -162,13 +186,13 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def make_console() -> Console:
-    """A rich console on stdout: no colours and no control characters unless it is a terminal."""
+def make_console(*, width: int = 100) -> Console:
+    """A rich console on stdout: no colours, no control characters and so wide unless it is a terminal."""
     from rich.console import Console
 
     if on_terminal():
         return Console(highlight=False)
-    return Console(force_terminal=False, color_system=None, highlight=False, width=100, soft_wrap=True)
+    return Console(force_terminal=False, color_system=None, highlight=False, width=width, soft_wrap=True)
 
 
 def quiet_libraries() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,29 +14,26 @@ from cleave_dask.cli.frame import (
     fleet_option,
     json_option,
     make_console,
+    plot_option,
     print_json,
     quiet_libraries,
     recipe_argument,
     wire_option,
+    write_picture,
 )
 from cleave_dask.errors import InputError
 from cleave_dask.formatting import duration, quantity
 
 if TYPE_CHECKING:
-    from cleave_dask.planning.values import Plan
+    from cleave_dask.planning.values import LevelCost, Plan
 
 
 @click.command()
 @recipe_argument
 @fleet_option(required=True, explain="The devices: a file, or a name such as lab-8.")
 @wire_option
-@click.option("--levels", is_flag=True, help="Print a row for each level of the step.")
-@click.option(
-    "--plot",
-    metavar="FILE.svg",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw how one gemm is cut, a colour for each device.",
-)
+@click.option("--levels", is_flag=True, help="Print a row for each level, also of those that are alike.")
+@plot_option("Draw how one gemm is cut, a colour for each device.")
 @click.option("--gemm", help="The gemm to draw.  [default: the one with the most tiles]")
 @json_option
 @debug_option
@@ -59,13 +58,12 @@ def plan(
     if plot is not None:
         _draw(made, gemm, plot)
     if as_json:
-        print_json(_plan_json(made))
+        print_json(_plan_json(made) | ({"levels": [asdict(row) for row in made.levels]} if levels else {}))
         return
     click.echo(str(what))
     click.echo(str(where))
     _print_plan(made, len(graph.gemms), len(where))
-    if levels:
-        _print_levels(made)
+    _print_levels([[row] for row in made.levels] if levels else _alike(made.levels))
     if plot is not None:
         click.echo(f"picture: {plot}")
 
@@ -80,24 +78,41 @@ def _draw(plan: Plan, gemm: str | None, file: Path) -> None:
     chosen = gemm or max(plan.by_gemm, key=lambda name: len(plan.by_gemm[name]))
     if chosen not in plan.by_gemm:
         raise InputError(f"no gemm that is sent out is called {chosen!r}; {nearest(chosen, list(plan.by_gemm))}")
-    try:
-        file.write_text(draw_partition(plan, chosen))
-    except OSError as error:
-        raise InputError(f"cannot write {str(file)!r}: {error.strerror}; choose another --plot") from error
+    write_picture(file, draw_partition(plan, chosen))
 
 
-def _print_levels(plan: Plan) -> None:
+def _alike(levels: Sequence[LevelCost]) -> list[list[LevelCost]]:
+    """Levels that cost the same, as all layers of a model do, together."""
+    groups: dict[tuple[object, ...], list[LevelCost]] = {}
+    for row in levels:
+        cost = row.filler, len(row.gemms), row.seconds, row.binding, row.tiles, row.down_bytes, row.up_bytes
+        groups.setdefault(cost, []).append(row)
+    return list(groups.values())
+
+
+def _in_any_layer(gemm: str) -> str:
+    """The name of a gemm without that of its layer."""
+    return [part for part in gemm.split(".") if not part.split(":")[0].isdigit()][-1]
+
+
+def _print_levels(groups: Sequence[Sequence[LevelCost]]) -> None:
+    """A row for levels that are alike: what one of them costs."""
     from rich.table import Table
 
-    table = Table("level", "gemms", "seconds", "bound", "binding", "devices", "tiles", "down", "up")
-    for row in plan.levels:
+    table = Table("levels", "times", "gemms", "seconds", "bound", "binding", "devices", "tiles", "down", "up")
+    for rows in groups:
+        row = rows[0]
+        span = f"{row.level}" if len(rows) == 1 else f"{row.level}-{rows[-1].level}"
+        name = row.gemms[0] if len(rows) == 1 else _in_any_layer(row.gemms[0])
+        more = f" and {len(row.gemms) - 1} more" if len(row.gemms) > 1 else ""
         table.add_row(
-            f"{row.level}{' (filler)' if row.filler else ''}",
-            row.gemms[0] if len(row.gemms) == 1 else f"{row.gemms[0]} and {len(row.gemms) - 1} more",
-            *(duration(row.seconds), duration(row.bound_seconds), row.binding, f"{row.devices:,}", f"{row.tiles:,}"),
-            *(quantity(row.down_bytes, "B"), quantity(row.up_bytes, "B")),
+            f"{span}{' filler' if row.filler else ''}",
+            *(f"{len(rows)}", f"{name}{more}", duration(row.seconds), duration(row.bound_seconds), row.binding),
+            *(f"{row.devices:,}", f"{row.tiles:,}", quantity(row.down_bytes, "B"), quantity(row.up_bytes, "B")),
         )
-    make_console().print(table)
+    for column in table.columns:
+        column.no_wrap = column.header != "gemms"
+    make_console(width=120).print(table)
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:

@@ -25,11 +25,11 @@ def revoke(which: str, as_json: bool) -> None:
     parts = which.split(".")
     target = parts[0] if tuple(map(len, parts)) == LENGTHS else which
     register = fleets.server_folder().change(lambda register: register.revoke(target))
-    names = sorted({member.name for member in register.members if member.revoked})
+    names = sorted({member.name for member in register.members if target in (member.name, member.token)})
     if as_json:
         print_json({"revoked": names})
     else:
-        click.echo(f"revoked {target}; revoked devices: {', '.join(names) or 'none'}")
+        click.echo(f"revoked {target}; devices that this ends: {', '.join(names) or 'none'}")
 
 
 @click.command()

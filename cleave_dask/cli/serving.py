@@ -47,10 +47,21 @@ _SECURED = click.option(
 )
 @_SECURED
 @click.option("--dashboard-address", metavar="ADDRESS", help="Where the dashboard listens.  [default: 127.0.0.1:8787]")
+@click.option(
+    "--processes",
+    type=click.IntRange(1),
+    help="Of the server; all but one of them only talk with devices.  [default: cleave.server.processes, 1]",
+)
 @json_option
 @debug_option
 def serve(
-    host: str, port: int, join_port: int | None, tls: bool | None, dashboard_address: str | None, as_json: bool
+    host: str,
+    port: int,
+    join_port: int | None,
+    tls: bool | None,
+    dashboard_address: str | None,
+    processes: int | None,
+    as_json: bool,
 ) -> None:
     """Start scheduler and server for a real fleet.
 
@@ -71,7 +82,7 @@ def serve(
     say: Callable[[str], None] = (lambda text: click.echo(text, err=True)) if as_json else click.echo
     say("starting scheduler and server")
     place = Place(host, port=port, folder=folder)
-    with fleets.started(lambda: ServedCluster(place=place, dashboard=dashboard)) as cluster:
+    with fleets.started(lambda: ServedCluster(place=place, dashboard=dashboard, processes=processes)) as cluster:
         lines = _lines(cluster)
         if folder is None:
             _introduce(lines, as_json=as_json)

@@ -81,7 +81,9 @@ class Options:
     type=click.Path(file_okay=False, path_type=Path),
     help="Where weights and optimizer state are saved.  [default: a new folder in checkpoints/]",
 )
-@click.option("--save-every", metavar="N", type=click.IntRange(1), default=50, show_default=True, help="Steps a save.")
+@click.option(
+    "--save-every", metavar="N", type=click.IntRange(1), default=50, show_default=True, help="Steps between saves."
+)
 @click.option(
     "--tensorboard",
     metavar="FOLDER",
@@ -143,6 +145,8 @@ def _train(
         from cleave_dask.runtime.trainer import Trainer
 
         module = build_model(recipe)
+        if options.scheduler is None and options.resume:
+            checkpoints.check_model(folder, module)
         optimizer = build_optimizer(recipe, module)
         schedule = build_schedule(recipe, optimizer)
         client = stack.enter_context(_connected(options, fleet, view))

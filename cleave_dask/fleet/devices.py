@@ -8,6 +8,7 @@ with `dataclasses.replace`. A fleet file is TOML:
     ingress = "10 Gbit/s"
     flops = "1 TFLOP/s"
     memory = "64 GB"
+    processes = 1           # if its work on each tile shall be counted; left out: as many as it takes
 
     [[device]]
     name = "phone"          # with a count: phone-0001, phone-0002, ...
@@ -30,7 +31,7 @@ from typing import Any, Self
 import numpy as np
 
 from cleave_dask.errors import FleetError
-from cleave_dask.fleet.units import Dimension, parse, require
+from cleave_dask.fleet.units import Dimension, parse, require, require_count
 from cleave_dask.formatting import duration, html_table, quantity
 from cleave_dask.resources import graphs_folder, nearest, read_toml, shown
 
@@ -97,10 +98,13 @@ class Server:
     ingress: float = 1.25e9  # bytes per second from all devices together
     flops: float = 1e12  # floating point operations per second, for what is not sent out
     memory: float = 64e9  # bytes
+    processes: int | None = None  # that work on tiles; None: as many as it takes, so that no plan counts their work
 
     def __post_init__(self) -> None:
         for key, dimension in _SERVER_KEYS.items():
             require(getattr(self, key), dimension, field=f"the server's {key}")
+        if self.processes is not None:
+            require_count(self.processes, field="the server's processes")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -160,10 +164,10 @@ class Fleet:
         """The fleet of live workers, by name, from what each has published of itself.
 
         Known keys are flops, memory, down, up and latency, in base units; what is missing is taken from
-        WORKER_DEFAULTS, and other keys are left alone.
+        WORKER_DEFAULTS, and other keys are left alone. Its server has one process unless another `server` is given.
         """
         devices = (_make_device(name, {**WORKER_DEFAULTS, **_published(name, info)}) for name, info in infos.items())
-        return cls(server=server or Server(), devices=tuple(devices))
+        return cls(server=server or Server(processes=1), devices=tuple(devices))
 
     @classmethod
     def from_cluster(cls, client: Any) -> Self:
@@ -262,8 +266,13 @@ def _read_server(tables: Mapping[str, Any]) -> Server:
     table = tables.get("server", {})
     if not isinstance(table, dict):
         raise FleetError(f"server is {shown(table)}; write it as a [server] table")
-    _check_keys(table, _SERVER_KEYS, "[server]")
-    return Server(**{key: parse(value, _SERVER_KEYS[key], field=f"[server] {key}") for key, value in table.items()})
+    _check_keys(table, {*_SERVER_KEYS, "processes"}, "[server]")
+    amounts = {
+        key: parse(table[key], dimension, field=f"[server] {key}")
+        for key, dimension in _SERVER_KEYS.items()
+        if key in table
+    }
+    return Server(**amounts, processes=table.get("processes"))
 
 
 def _read_devices(tables: Mapping[str, Any]) -> Iterator[Device]:
@@ -279,8 +288,7 @@ def _read_devices(tables: Mapping[str, Any]) -> Iterator[Device]:
             if key not in entry and key != "latency":
                 raise FleetError(f"{where} has no '{key}'; add it")
         count = entry.get("count", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise FleetError(f"{where}: count is {shown(count)}; give a whole number above zero")
+        require_count(count, field=f"{where}: count")
         total += count
         _check_number(total)
         yield from _expand(_make_device(entry["name"], {"latency": WORKER_DEFAULTS["latency"], **entry}), entry)

@@ -74,6 +74,13 @@ def require(given: object, dimension: Dimension, *, field: str) -> float:
     return _possible(number, dimension, field=field, given=given)
 
 
+def require_count(given: object, *, field: str) -> int:
+    """A whole number above zero; a FleetError that names the field if it is none."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise FleetError(f"{field} is {shown(given)}; give a whole number above zero")
+    return given
+
+
 def _possible(number: float, dimension: Dimension, *, field: str, given: object) -> float:
     """The number, unless no device and no link could have it."""
     if 0 < number < inf or (number == 0 and dimension == "seconds"):

@@ -21,6 +21,7 @@ from cleave_dask.graph.step_json import from_gemm, from_op, from_value, to_gemm,
 from cleave_dask.graph.steps import (
     BACKWARD_WORK,
     ITEMSIZE,
+    LOGITS,
     Gemm,
     Input,
     Kind,
@@ -37,6 +38,7 @@ from cleave_dask.graph.steps import (
 __all__ = [
     "BACKWARD_WORK",
     "ITEMSIZE",
+    "LOGITS",
     "Gemm",
     "Input",
     "Kind",

@@ -10,8 +10,11 @@ from typing import Any, Literal
 Range = tuple[int, int]
 """A half-open range (start, stop)."""
 
-Kind = Literal["gemm", "bmm", "attention", "attention_backward"]
+Kind = Literal["gemm", "bmm", "attention", "attention_backward", "logit_sums", "logit_dx", "logit_dw"]
 Role = Literal["forward", "dX", "dW"]
+
+LOGITS = ("logit_sums", "logit_dx", "logit_dw")
+"""Kinds that make logits and keep them to themselves."""
 
 BACKWARD_WORK = 2.5
 """Products in the backward of an attention, for each in its forward."""
@@ -133,6 +136,10 @@ class Gemm:
 
     Inputs, outputs: gemm (A, B) -> C; bmm (A, B) -> C; attention (q, k, v) -> (out, logsumexp);
     attention_backward (grad_out, q, k, v, out, logsumexp) -> (dq, dk, dv).
+    Kinds of a head by vocabulary, which see logits X[m, k] W[n, k]^T, have the cuboids of the products that they stand
+    for; k of `logit_sums` and columns of the others are never cut: logit_sums (X, W, targets) -> (logsumexp, target's
+    logit), results over columns combined; logit_dx (X, W, targets, logsumexp, slope) -> dX; logit_dw (W, X, targets,
+    logsumexp, slope) -> dW, both added up along k, which is the other side of the logits.
     Merged gemms have several outputs, C's rows (out_axis 0) or columns (out_axis 1) in order: output i belongs to
     part i of A (out_axis 0) or of B (out_axis 1). A gemm whose A and B both have parts is a sum of products.
     """
@@ -160,8 +167,9 @@ class Gemm:
         return self.wire or self.dtype
 
     def sent_dtype(self, value: Value) -> str:
-        """The dtype in which an input or output travels; an attention's logsumexp, of rank 3, is never rounded."""
-        rounded = value.dtype == self.dtype and not (self.kind.startswith("attention") and len(value.shape) == 3)
+        """The dtype in which an input or output travels; logsumexps, which have one axis less, are never rounded."""
+        kept = {"attention": 3, "attention_backward": 3, **dict.fromkeys(LOGITS, 1)}.get(self.kind)
+        rounded = value.dtype == self.dtype and len(value.shape) != kept
         return self.tile_dtype if rounded else value.dtype
 
     @property

@@ -73,7 +73,7 @@ class Adapter:
         if _names(fleet) == self._first_members:
             return self._first
         try:
-            return replan(self._first, self.graph, fleet)
+            return replan(self._first, self._first.graph, fleet)
         except PlanError as error:
             logger.info("The tiles in use do not fit the devices that are left: %s", error)
             return None
@@ -87,7 +87,7 @@ class Adapter:
         except PlanError as error:
             logger.warning("No new plan for the fleet as it is now: %s", error)
             return plan
-        now = seconds_on(plan, self.graph, fleet)
+        now = seconds_on(plan, plan.graph, fleet)
         if now < GAIN * fresh.seconds or now - fresh.seconds < SECONDS:
             return plan
         logger.info("A new plan: %.3g s a step instead of %.3g s", fresh.seconds, now)

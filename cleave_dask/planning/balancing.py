@@ -7,6 +7,7 @@ each device. Who is where is fixed here; how large everything is follows from wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from cleave_dask.planning.growing import ENDLESS, STREAMED, box_seconds, largest
 _SWEEPS, _FIRST = 18, 6  # damped, it converges to a percent or so; before the first few it is not worth a look
 _STEPS = 2  # of Newton's method
 _K = 2
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -95,18 +98,23 @@ def fitted(shape: Shape, draft: Arrangement) -> Arrangement:
 def finish_seconds(job: Job, extents: Floats) -> Floats:
     """Seconds after which each device is through with a box of these extents.
 
-    A box whose operands fit into memory is done in growing order. Otherwise the slice along its shorter side comes
-    first and stays, while tiles across the longer side stream past.
+    A box is done in growing order while its operands fit into memory: a head as long as the shorter side and it leave
+    room for. Then the slice along the shorter side stays, while tiles across the longer one stream past. When the head
+    is there, h of p seconds, its part of W can have gone up; if it is a square, or longer, nothing is lost:
+
+        max(growing order, h + q + (1 - h / p) W)   if h < q, else   growing order
     """
     down, compute, up = stage_seconds(job, extents)
     rows, cols, ks = extents
     endless, many = job.strips == ENDLESS, np.maximum(STREAMED * job.strips, 1)
     work = np.maximum(compute, up) + np.minimum(compute, up) * _lag(job)
     second = ks * job.shape.down_bytes / job.rates.down  # of a row or a column
-    stays = np.where(endless, 0.0, np.minimum(rows, cols) * second + down / many)
-    grows = (rows + cols) * ks <= resident(job.shape, job.rates)
-    growing = np.where(endless, np.maximum(down, work), box_seconds(rows * second, cols * second, work, job.strips))
-    through = np.where(grows, growing, np.maximum(down, stays + work))
+    short, long = np.minimum(rows, cols) * second, np.maximum(rows, cols) * second
+    head = np.clip(resident(job.shape, job.rates) * job.shape.down_bytes / job.rates.down - short, 0.0, long)
+    growing = np.maximum(down, box_seconds(rows * second, cols * second, work, job.strips))
+    waiting = head + short + work * (1.0 - head / np.maximum(long, 1e-300)) + down / many
+    streaming = np.where(head < short, np.maximum(growing, waiting), growing)
+    through = np.where(endless, np.maximum(down, work), streaming)
     return np.asarray(job.start + job.drag * through, dtype=np.float64)
 
 
@@ -176,13 +184,31 @@ def _heights(job: Job, across: int, time: float, thickness: Floats, width: Float
         growing = growing * np.clip(1.0 + 0.05 * (left - found) / np.maximum(found - below, 1e-300), 0.3, 1.5)
     growing = np.where(endless, np.minimum(free, left / work), growing)
     kept = resident(job.shape, job.rates)
-    along = np.where(endless, left, left - fixed) / work * (width * thickness <= kept)
-    upright = np.minimum(left / np.where(endless, work, slope[0] + work), kept / thickness)
-    streaming = np.minimum(free, np.maximum(along, upright))
-    fitting = kept / thickness - width
-    height = np.where(growing <= fitting, growing, np.maximum(fitting, np.minimum(growing, streaming)))
+    many = np.maximum(STREAMED * job.strips, 1)
+    soon = left - np.where(endless, 0.0, (fixed + slope[0] * growing) / many)  # its first tile streams in, too
+    height = np.minimum(growing, _streaming(soon, endless, (fixed, slope[0], work), width, kept / thickness))
     if (width * thickness > kept).any():
         again = slope[0] * (1.0 + 2.0 * width * thickness / kept)
         slow = left / np.maximum(np.maximum(again, work), 1e-300)
         height = np.where(width * thickness > kept, np.minimum(height, np.maximum(kept / thickness, slow)), height)
     return np.asarray(np.maximum(height, 0.0), dtype=np.float64)
+
+
+def _streaming(
+    left: Floats, endless: Flags, stages: tuple[Floats, Floats, Floats], width: Floats, room: Floats
+) -> Floats:
+    """The greatest height whose box is done in `left` seconds if no more than `room` rows and columns fit into memory.
+
+    See `finish_seconds`. With e rows of head, the width w the shorter side: d + e d' + w' (h - e) <= t. With the height
+    the shorter side, e = room - h: d' room + w' h (1 - e / w) <= t, a quadratic. No more than half of the room needs
+    no wait.
+    """
+    fixed, slope, work = stages
+    head = np.maximum(room - width, 0.0)
+    free = np.where(endless, left / work, head + (left - fixed - head * slope) / work)
+    lying = np.where((head >= width) & ~endless, np.inf, free)
+    short = width - room
+    root = np.maximum(short**2 + 4.0 * width * (left - slope * room) / work, 0.0)
+    upright = np.maximum(room / 2.0, (np.sqrt(root) - short) / 2.0)
+    upright = np.minimum(np.where(endless, left / work, upright), room)
+    return np.where((width <= room) & (lying >= width), lying, np.minimum(upright, width))

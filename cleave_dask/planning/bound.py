@@ -29,6 +29,7 @@ from cleave_dask.fleet.devices import Fleet, Server
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.capacity import lines, most, reach
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
+from cleave_dask.planning.slices import SIDED
 
 _SLOT_GROUPS = (32, 96)  # slots of a group are priced alike, and are worth what the first of the group is
 _ALPHAS = (1.0, 0.85, 0.7, 0.55)  # volume against whole lines: each is a bound, the best of them is taken
@@ -48,12 +49,12 @@ def gemm_bound(
     by_devices = free
     for groups in _SLOT_GROUPS if slot else ():
         by_devices = _by_devices(worth, slot=slot, start=by_devices, groups=groups)
-    if slot and shape.kind != "gemm":
+    if slot and shape.kind not in SIDED:
         longer = (by_devices * _FURTHER).tolist()
         short = [t for t in longer if _in_slots(worth, t, slot, _SLOT_GROUPS[-1]) < shape.volume * (1 - 1e-9)]
         by_devices = max([by_devices, *short])
     by_egress = _least(lambda t: _sent(shape, rates, server, t) / shape.volume, start=by_devices)
-    by_ingress = shape.m * shape.n * shape.up_bytes / server.ingress
+    by_ingress = shape.least_up / server.ingress
     found = max(by_devices, by_egress, by_ingress)
     if found == by_devices:
         return found, "scheduler" if by_devices > 1.1 * free else _busiest(shape, rates, found)
@@ -77,8 +78,8 @@ def step_bound(
     out = [Shape.of(gemm) for gemm in graph.gemms if gemm.name in sent]
     chain = {gemm.name: gemm_bounds[Shape.of(gemm)] for gemm in graph.gemms if gemm.name in sent}
     kept = sum(gemm.flops for gemm in graph.gemms if gemm.name not in sent)
-    once = sum(_least_down(shape) for shape in out)
-    back = sum(shape.m * shape.n * shape.up_bytes for shape in out)
+    once = sum(shape.least_down for shape in out)
+    back = sum(shape.least_up for shape in out)
     return max(
         longest_chain(graph, fleet, chain),
         kept / fleet.server.flops,
@@ -105,13 +106,6 @@ def longest_chain(graph: StepGraph, fleet: Fleet, seconds: Mapping[str, float]) 
     return longest
 
 
-def _least_down(shape: Shape) -> float:
-    """Bytes that must leave the server at least: every operand once."""
-    if shape.kind != "gemm":
-        return shape.volume * shape.down_bytes
-    return (shape.m + shape.n) * shape.k * shape.down_bytes
-
-
 @dataclass(frozen=True)
 class _Worth:
     """What devices can do at most of a gemm, by the time they have."""
@@ -124,8 +118,10 @@ class _Worth:
     def __call__(self, seconds: Floats) -> Floats:
         """Lines of a gemm, whole cells of anything else, that each device can do by `seconds`."""
         left = seconds - self.rates.latency
-        if self.shape.kind != "gemm":
+        if self.shape.kind not in SIDED:
             return np.floor(most(self.shape, self.rates, left)[0] * (1 + 1e-9))
+        if self.shape.kind != "gemm":
+            return most(self.shape, self.rates, left)[0] * (self.shape.m * self.shape.n / self.shape.volume)
         return lines(self.shape, self.rates, left, self.alpha, boxes=self.boxes)
 
 
@@ -161,8 +157,10 @@ def _sent(shape: Shape, rates: Rates, server: Server, seconds: float) -> float:
     """At least the volume that devices can do with what the server can send in `seconds`, the thriftiest first."""
     volume, results = most(shape, rates, seconds - rates.latency)
     budget = server.egress * seconds
-    if shape.kind != "gemm":
+    if shape.kind not in SIDED:
         return min(float(volume.sum()), budget / shape.down_bytes)
+    if shape.kind != "gemm":
+        return float(volume.sum()) if budget >= shape.least_down else 0.0
     thrift = reach(shape, results)
     order = np.argsort(-thrift)
     need = volume[order] * shape.down_bytes / np.maximum(thrift[order], 1e-12)
@@ -184,6 +182,38 @@ def _busiest(shape: Shape, rates: Rates, seconds: float) -> str:
     return max(gains, key=lambda name: gains[name])
 
 
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Two times, one too short and one enough, and how much of what is needed can be done in each."""
+
+    low: float
+    below: float
+    high: float
+    above: float
+
+    @property
+    def width(self) -> float:
+        """Seconds between the two."""
+        return self.high - self.low
+
+    @property
+    def crossing(self) -> float:
+        """Where all of it is done, if what is done is a power of the time; 0 if the short time does nothing."""
+        if self.below <= 0.0:
+            return 0.0
+        power = log(self.below) / log(self.below / self.above)
+        return float(self.low * (self.high / self.low) ** power)
+
+    def narrowed(self, share: Callable[[float], float], seconds: float) -> _Gap:
+        """The part of the gap before or after `seconds`, whichever is left; all of it if that lies outside."""
+        if not self.low < seconds < self.high:
+            return self
+        value = share(seconds)
+        if value < 1.0:
+            return _Gap(seconds, value, self.high, self.above)
+        return _Gap(self.low, self.below, seconds, value)
+
+
 def _least(share: Callable[[float], float], *, start: float = 0.0) -> float:
     """The least number of seconds that is enough, from below: what is returned is not enough, or only just.
 
@@ -198,11 +228,11 @@ def _least(share: Callable[[float], float], *, start: float = 0.0) -> float:
         above = share(high)
         if high > 1e18:
             return float("inf")
-    while (gap := high - low) > _PRECISION * low:
-        line = low * (high / low) ** (log(below) / log(below / above)) if below > 0.0 else 0.0
-        for seconds in (line * (1 - _PRECISION / 3), line * (1 + _PRECISION / 3), None):
-            near = seconds or (low + high) / 2
-            if low < near < high and (seconds or high - low > gap / 2):
-                value = share(near)
-                low, below, high, above = (near, value, high, above) if value < 1.0 else (low, below, near, value)
-    return low
+    gap = _Gap(low, below, high, above)
+    while (width := gap.width) > _PRECISION * gap.low:
+        crossing = gap.crossing
+        for beside in (1 - _PRECISION / 3, 1 + _PRECISION / 3):
+            gap = gap.narrowed(share, crossing * beside)
+        if gap.width > width / 2:
+            gap = gap.narrowed(share, (gap.low + gap.high) / 2)
+    return gap.low

@@ -47,12 +47,17 @@ and the booking is then convex in f(c1), so the best c1 is the least or the grea
 The lines that a device does alone are in every plane, a box: nu <= 1 - z^2 / 4, or 1 / z^2 from z = sqrt(2) on. So it
 books no more than alpha times its causal volume and these, (c + c1) / 2, either. One box books all its lines, or each
 of them half.
+
+A head by vocabulary (`_pairs`). Whatever pairs of a row and a word a device does, it has received all a rows and b
+words that occur in them, each h numbers wide, and sends a result for each row (sums, dX) or word (dW), say the first of
+the two: at most a b pairs, with (a + b) h w <= B T and a at most what U T carries.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from cleave_dask.graph.ir import LOGITS
 from cleave_dask.planning.cost import Floats, Rates, Shape
 
 
@@ -60,6 +65,9 @@ def most(shape: Shape, rates: Rates, seconds: Floats, *, boxes: bool = False) ->
     """More than this volume no device can do in `seconds` (boxes: in one box); and the results that it can send."""
     time = np.maximum(seconds, 0.0)
     compute = rates.flops * time * (shape.volume / shape.flops)
+    if shape.kind in LOGITS:
+        volume = np.minimum(_pairs(shape, rates, time) * shape.sides[2], np.minimum(compute, shape.volume))
+        return volume, volume
     if shape.kind != "gemm":
         stages = cell_seconds(shape, rates)
         cells = np.where(time >= stages.sum(axis=0), 1.0 + (time - stages.sum(axis=0)) / stages.max(axis=0), 0.0)
@@ -73,6 +81,15 @@ def most(shape: Shape, rates: Rates, seconds: Floats, *, boxes: bool = False) ->
     if wide.any():
         volume = np.where(wide, np.minimum(volume, received * reach(shape, results)), volume)
     return np.minimum(volume, shape.volume), results
+
+
+def _pairs(shape: Shape, rates: Rates, time: Floats) -> Floats:
+    """Pairs of the two sides of a head that transfers of so long allow."""
+    kept, other, depth = shape.sides
+    received = rates.down * time / (depth * shape.down_bytes)  # of both sides together
+    sent = np.minimum(rates.up * time / (shape.least_up / kept), kept)
+    rows = np.minimum(sent, np.maximum(received / 2.0, received - other))
+    return np.asarray(rows * np.clip(received - rows, 0.0, other), dtype=np.float64)
 
 
 def causal(received: Floats, sent: Floats, depth: int, *, side: float | None = None) -> Floats:

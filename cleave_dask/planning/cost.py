@@ -9,6 +9,8 @@ For a gemm tile of m x n x k numbers of w bytes on a device with downlink B, upl
     memory   (m k + k n + m n) w    bytes, a slice that tiles in flight share counted once
 
 A batched product or an attention is cut by batch and head group; a tile moves and computes its share of the whole.
+Of a head by vocabulary a tile of r rows and v words of width h moves (r + v) h w down, and up r numbers twice (sums) or
+r h (dX) or v h (dW); the few numbers that go down with each row are counted where bytes are, not in plans.
 The server's egress and ingress carry the sum of all downloads and uploads, and the scheduler spends
 SCHEDULER_SECONDS on every parcel, one after another: resources like any other.
 """
@@ -22,7 +24,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cleave_dask.fleet.devices import Device, Fleet
-from cleave_dask.graph.ir import ITEMSIZE, Gemm, Range
+from cleave_dask.graph.ir import ITEMSIZE, LOGITS, Gemm, Range
+from cleave_dask.planning.slices import SIDED
 from cleave_dask.planning.values import Tile
 
 IN_FLIGHT = 3
@@ -42,6 +45,24 @@ ROUND_TRIPS = 2
 UNDER_WAY = 0.1
 """Seconds of traffic that are under way over a link at once, beside its latency: a busy machine answers late."""
 
+LEVEL_SECONDS = 0.03
+"""Seconds from the last tile of a level to the first of the next, beside latency: processes written in Python."""
+
+MESSAGE_BYTES = 500.0
+"""Bytes of each direction for each tile: questions, answers, what is said of a result."""
+
+CONFIRMED = 66.0 / (2 * 1448.0)
+"""Bytes of one direction for each byte of the other: TCP's acknowledgements, one for every second packet."""
+
+TILE_SECONDS = 2.2e-3
+"""Seconds of a server process for each tile: handing out its slices, taking it in, checking, a row of the trace."""
+
+BYTE_SECONDS = 2.0e-9
+"""Seconds of a server process for each byte that it hands out or takes in."""
+
+TILES_UNDER_WAY = 2
+"""Tiles that are under way over a link at once, however large."""
+
 FILLER_SHARE = 0.15
 """Of what may be under way at once, what filler may fill: what others wait for finds the rest free."""
 
@@ -58,8 +79,8 @@ class Shape:
     n: int
     k: int
     flops: float  # of the whole cuboid
-    down_bytes: float  # a gemm: bytes of one number; otherwise: bytes of all inputs for one (batch, head group) cell
-    up_bytes: float  # a gemm: bytes of one number; otherwise: bytes of all outputs for one cell
+    down_bytes: float  # two sides: bytes of one number; otherwise: bytes of all inputs for one (batch, head group) cell
+    up_bytes: float  # a gemm: bytes of one number; otherwise: bytes of all outputs for one cell, or row of sums
 
     @classmethod
     def of(cls, gemm: Gemm) -> Shape:
@@ -67,6 +88,10 @@ class Shape:
         if gemm.kind == "gemm":
             width = ITEMSIZE[gemm.tile_dtype]
             return cls("gemm", gemm.m, gemm.n, gemm.k, gemm.flops, width, width)
+        if gemm.kind in LOGITS:
+            width, rows = ITEMSIZE[gemm.tile_dtype], sum(ITEMSIZE[value.dtype] for value in gemm.outputs)
+            up = rows if gemm.kind == "logit_sums" else width
+            return cls(gemm.kind, gemm.m, gemm.n, gemm.k, gemm.flops, width, up)
         cells = gemm.m * gemm.n
         down = sum(prod(operand.shape) * ITEMSIZE[gemm.sent_dtype(operand.parts[0])] for operand in gemm.inputs)
         up = sum(prod(value.shape) * ITEMSIZE[gemm.sent_dtype(value)] for value in gemm.outputs)
@@ -81,6 +106,24 @@ class Shape:
     def extents(self) -> tuple[int, int, int]:
         """Rows, columns, k."""
         return self.m, self.n, self.k
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """The side that results are kept by, the other one, and the depth of both."""
+        return (self.m, self.k, self.n) if self.kind in ("logit_dx", "logit_dw") else self.extents
+
+    @property
+    def least_down(self) -> float:
+        """Bytes that must come down at least: every operand once."""
+        if self.kind not in SIDED:
+            return self.volume * self.down_bytes
+        kept, other, depth = self.sides
+        return (kept + other) * depth * self.down_bytes
+
+    @property
+    def least_up(self) -> float:
+        """Bytes that must go up at least: every result once."""
+        return self.m * self.up_bytes * (1 if self.kind == "logit_sums" else self.n)
 
     @property
     def longer(self) -> int:
@@ -129,6 +172,8 @@ def resident(shape: Shape, rates: Rates) -> Floats:
 
 def smallest_bytes(shape: Shape) -> float:
     """Bytes that a device needs at least to take part: for two smallest tiles of each of the gemms it works on."""
+    if shape.kind in LOGITS:  # one row and one word, of their whole width
+        return 2 * AT_ONCE * (2 * shape.sides[2] * shape.down_bytes + shape.least_up / shape.m)
     cell = shape.down_bytes + shape.up_bytes if shape.kind != "gemm" else 2 * shape.down_bytes + shape.up_bytes
     return 2 * AT_ONCE * cell
 
@@ -180,6 +225,11 @@ def slice_bytes(gemm: Gemm, rows: Range, cols: Range, ks: Range) -> tuple[int, .
     width = ITEMSIZE[gemm.tile_dtype]
     if gemm.kind == "gemm":
         return extent(rows) * extent(ks) * width, extent(ks) * extent(cols) * width
+    if gemm.kind in LOGITS:
+        other = cols if gemm.kind == "logit_sums" else ks
+        lengths = rows, other, *[ks if gemm.kind == "logit_dw" else rows] * (len(gemm.inputs) - 2)
+        each = [prod(operand.shape[1:]) * ITEMSIZE[gemm.sent_dtype(operand.parts[0])] for operand in gemm.inputs]
+        return tuple(extent(span) * size for span, size in zip(lengths, each, strict=True))
     share = _share(gemm, rows, cols)
     sizes = (prod(operand.shape) * ITEMSIZE[gemm.sent_dtype(operand.parts[0])] for operand in gemm.inputs)
     return tuple(round(share * size) for size in sizes)
@@ -189,6 +239,8 @@ def result_bytes(gemm: Gemm, rows: Range, cols: Range) -> int:
     """Bytes of a tile's result."""
     if gemm.kind == "gemm":
         return extent(rows) * extent(cols) * ITEMSIZE[gemm.tile_dtype]
+    if gemm.kind in LOGITS:
+        return extent(rows) * sum(prod(v.shape[1:]) * ITEMSIZE[gemm.sent_dtype(v)] for v in gemm.outputs)
     size = sum(prod(value.shape) * ITEMSIZE[gemm.sent_dtype(value)] for value in gemm.outputs)
     return round(_share(gemm, rows, cols) * size)
 

@@ -1,8 +1,8 @@
 """Cutting: the box of each device in tiles, few and small enough.
 
-A box whose operands fit into its device's memory becomes strips, unequal as `growing` says. If they do not fit, the
-slice along its shorter side stays while tiles across the longer side stream past; if not even that fits, its rows are
-cut first, and its columns come down once for each part.
+A box whose operands fit into its device's memory becomes strips, unequal as `growing` says. If they do not fit, as much
+of it as does: then the slice along its shorter side stays while tiles across the longer side stream past. If not even
+that slice fits, its rows are cut first, and its columns come down once for each part.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from cleave_dask.errors import PlanError
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape, resident
 from cleave_dask.planning.growing import STREAMED, largest_strip, strip_edges
 
+_LEAST_HEAD = 0.05  # of a box: less is not worth tiles of its own
 _FINE = 1024  # cuts are no further off than this part of a box
 _ROOMY = 1.1  # rounding may add a little to a box that fits
 _SHARES, _SHARE_SECONDS = 16, 0.2  # a strip comes in pieces of such a part of its box, unless they are shorter
@@ -30,19 +31,47 @@ def cut_boxes(
     sizes = boxes[:, 1::2] - boxes[:, 0::2]
     here = rates.take(owner)
     if shape.kind != "gemm" or filler:
-        return _grid(shape, boxes, owner, here, strips)
+        return _grid(shape, boxes, owner, here, strips, (sizes[:, 0] < sizes[:, 1]).astype(np.int64))
     size = sizes.astype(np.float64)
     operands = size[:, :2].sum(axis=1) * size[:, 2]
     results = np.where(strips > 1, 2.0 * largest_strip(strips), 1.0) * size[:, 0] * size[:, 1]
     held = operands * shape.down_bytes + results * shape.up_bytes
     grows = (operands <= _ROOMY * resident(shape, here)) & (held <= here.memory / AT_ONCE)
-    rest = ~grows
     smallest = float(here.memory.min(initial=np.inf))
-    grown = _strips(shape, boxes[grows], owner[grows], here.take(grows), strips[grows], smallest)
-    if not rest.any():
-        return grown
-    streamed = _grid(shape, boxes[rest], owner[rest], here.take(rest), STREAMED * strips[rest])
+    if grows.all():
+        return _strips(shape, boxes, owner, here, strips, smallest)
+    heads, tails = _headed(boxes, np.where(grows, size[:, :2].max(axis=1), _heads(shape, size, here, strips)))
+    some, rest = (heads[:, 1::2] > heads[:, 0::2]).all(axis=1), (tails[:, 1::2] > tails[:, 0::2]).all(axis=1)
+    grown = _strips(shape, heads[some], owner[some], here.take(some), strips[some], smallest)
+    part = (tails[:, 1::2] - tails[:, 0::2]).prod(axis=1) / size.prod(axis=1)
+    tiles = np.ceil(STREAMED * strips * part).astype(np.int64)[rest]
+    longer = (size[:, 0] < size[:, 1]).astype(np.int64)[rest]
+    streamed = _grid(shape, tails[rest], owner[rest], here.take(rest), tiles, longer)
     return np.concatenate([grown[0], streamed[0]]), np.concatenate([grown[1], streamed[1]])
+
+
+def _heads(shape: Shape, size: Floats, rates: Rates, strips: Ints) -> Floats:
+    """How much of the longer side of each box can be there beside all of the shorter one: it is done in growing order.
+
+    There must be room for the first tile that streams past, and for results; where the head would be little, there is
+    none.
+    """
+    short, long, ks = size[:, :2].min(axis=1), size[:, :2].max(axis=1), size[:, 2]
+    tile = 1.0 + 1.1 * long / (STREAMED * np.maximum(strips, 1))  # rounded
+    strip = np.where(strips > 1, 2.0 * largest_strip(strips), 1.0)
+    free = rates.memory / AT_ONCE - (short + tile) * ks * shape.down_bytes - tile * short * shape.up_bytes
+    most = free / (ks * shape.down_bytes + strip * short * shape.up_bytes)
+    head = np.floor(np.clip(np.minimum(resident(shape, rates) / ks - short, most), 0.0, long))
+    return np.where(head >= _LEAST_HEAD * long, head, 0.0)
+
+
+def _headed(boxes: Ints, head: Floats) -> tuple[Ints, Ints]:
+    """Boxes cut in two along their longer side."""
+    sizes = boxes[:, 1::2] - boxes[:, 0::2]
+    rows, axis = np.arange(len(boxes)), 2 * (sizes[:, 0] < sizes[:, 1]).astype(np.int64)
+    heads, tails = boxes.copy(), boxes.copy()
+    heads[rows, axis + 1] = tails[rows, axis] = boxes[rows, axis] + head.astype(np.int64)
+    return heads, tails
 
 
 def _units(shape: Shape, sizes: Ints) -> Ints:
@@ -96,12 +125,11 @@ def _strips(shape: Shape, boxes: Ints, owner: Ints, rates: Rates, strips: Ints, 
     return found[solid], owner[of[solid]]
 
 
-def _grid(shape: Shape, boxes: Ints, owner: Ints, here: Rates, tiles: Ints) -> tuple[Ints, Ints]:
-    """Boxes whose operands do not stay, each in about so many tiles, and more where its memory asks for it."""
+def _grid(shape: Shape, boxes: Ints, owner: Ints, here: Rates, tiles: Ints, longer: Ints) -> tuple[Ints, Ints]:
+    """Boxes whose operands do not stay, in about so many tiles along one axis, and more where memory asks for it."""
     sizes = boxes[:, 1::2] - boxes[:, 0::2]
     units, rows = _units(shape, sizes), np.arange(len(boxes))
     most, parts = np.maximum(1, sizes // units), np.ones_like(sizes)
-    longer = (sizes[:, 0] < sizes[:, 1]).astype(np.int64)
     if shape.kind == "gemm":
         kept = _ROOMY * resident(shape, here)
         again = sizes[:, :2].min(axis=1) * sizes[:, 2] > kept

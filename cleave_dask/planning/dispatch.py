@@ -49,11 +49,11 @@ class Dispatcher:
         self.window = window
         self._devices: dict[str, DeviceState] = {}
         self._parcels: dict[ParcelId, WaitingParcel] = {}
-        self._waiting = Waiting(self._devices, self._parcels)
+        self._paces = Lowest()  # of devices that take parcels
+        self._waiting = Waiting(self._devices, self._parcels, self._paces)
         self._free: deque[str] = deque()  # devices that may have room, each once
         self._listed: set[str] = set()
         self._idle: OrderedDict[str, None] = OrderedDict()  # devices that had nothing to do, the longest unasked first
-        self._paces = Lowest()  # of devices that take parcels
         self._lateness = Lateness(self._devices, self._parcels)
         self._pushed = self._flying = 0
 
@@ -296,9 +296,8 @@ class Dispatcher:
 
     def _next(self, device: str, state: DeviceState) -> ParcelId | None:
         """The next parcel for a device: its own, anybody's, or one that it would finish before its own device does."""
-        barred = device if self._others(device) else None
         for queue in (device, ANYONE):
-            parcel = self._waiting.first(queue, barred, filler=queue != ANYONE or len(state.flying) < self.window)
+            parcel = self._waiting.first(queue, device, filler=queue != ANYONE or len(state.flying) < self.window)
             if parcel is None or not self._room(state, self._parcels[parcel]):
                 continue
             if not (self._sluggish(state) and self._better_left(parcel, device, state)):
@@ -306,7 +305,7 @@ class Dispatcher:
                 return parcel
         victim = self._waiting.most_behind()
         if victim is not None and victim != device:
-            parcel = self._waiting.last(victim, barred)
+            parcel = self._waiting.last(victim, device)
             room = parcel is not None and self._room(state, self._parcels[parcel])
             if room and self._worth_helping(parcel, device, state, victim):
                 self._waiting.remove(self._parcels[parcel])

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
-from cleave_dask.graph.ir import Gemm
+from cleave_dask.graph.ir import LOGITS, Gemm
 from cleave_dask.planning.capacity import most
 from cleave_dask.planning.cost import Ints, Rates, Shape
 from cleave_dask.planning.layout import Layout
 from cleave_dask.planning.tiling import tile_gemm, volume_share
 
-_LEAST_GROUP = 16  # devices: fewer cannot be packed well
+_LEAST_GROUP = 2  # devices: what one device has to do alone is longest, and nobody could share it
 _MOST_GROUPS = 4  # more bring little: volume per byte grows with their cube root
 
 
@@ -69,7 +69,10 @@ def place_filler(
 
 def _groups(gemms: Sequence[Gemm], rates: Rates, slot: float) -> list[Ints]:
     """Devices in as many like groups as make the filler shortest."""
-    shape = max((Shape.of(gemm) for gemm in gemms), key=lambda shape: shape.flops)
+    products = [Shape.of(gemm) for gemm in gemms if gemm.kind not in LOGITS]
+    if not products:
+        return [np.arange(len(rates))]
+    shape = max(products, key=lambda shape: shape.flops)
     order = np.argsort(-most(shape, rates, np.full(len(rates), 10.0))[0], kind="stable")
     best, shortest = 1, float("inf")
     count = 1

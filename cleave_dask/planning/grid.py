@@ -13,8 +13,9 @@ import numpy as np
 
 from cleave_dask.errors import PlanError
 from cleave_dask.formatting import quantity
-from cleave_dask.graph.ir import Range
+from cleave_dask.graph.ir import LOGITS, Range
 from cleave_dask.planning.cost import AT_ONCE, Ints, Rates, Shape
+from cleave_dask.planning.layout import footprint
 
 ALIGN = 8
 """Cuts fall on multiples of this where the extent allows: kernels like full vectors."""
@@ -33,10 +34,7 @@ def cut(length: int, parts: int) -> list[Range]:
 
 def grid_tiles(shape: Shape, grid: Grid, devices: int) -> tuple[Ints, Ints]:
     """The tiles of a grid, dealt out so that neighbours, which share operands, go to the same device."""
-    rows, cols, ks = (
-        np.array(cut(length, min(length, parts)), dtype=np.int64)
-        for length, parts in zip(shape.extents, grid, strict=True)
-    )
+    rows, cols, ks = (np.array(spans, dtype=np.int64) for spans in _cuts(shape, grid))
     i, j, k = (index.ravel() for index in np.indices((len(rows), len(cols), len(ks))))
     ranges = np.concatenate([rows[i], cols[j], ks[k]], axis=1)
     return ranges, np.arange(len(ranges)) * devices // len(ranges)
@@ -59,28 +57,37 @@ def even_grid(shape: Shape, rates: Rates, *, label: str = "", smallest_name: str
 
 def largest_bytes(shape: Shape, grid: Grid) -> float:
     """Bytes of operands and result of the largest tile of a grid."""
-    m, n, k = (
-        max(stop - start for start, stop in cut(length, min(length, parts)))
-        for length, parts in zip(shape.extents, grid, strict=True)
-    )
-    if shape.kind != "gemm":
-        return m * n * (shape.down_bytes + shape.up_bytes)
-    return (m + n) * k * shape.down_bytes + m * n * shape.up_bytes
+    largest = [max(stop - start for start, stop in spans) for spans in _cuts(shape, grid)]
+    return float(footprint(shape, np.array([largest], dtype=np.float64))[0])
+
+
+def _cuts(shape: Shape, grid: Grid) -> list[list[Range]]:
+    """The ranges of rows, columns and k; the width of a head is never cut."""
+    parts = [1 if axis == _uncut(shape) else parts for axis, parts in enumerate(grid)]
+    return [cut(length, min(length, many)) for length, many in zip(shape.extents, parts, strict=True)]
+
+
+def _uncut(shape: Shape) -> int | None:
+    """The axis along which tiles are always whole."""
+    return None if shape.kind not in LOGITS else 2 if shape.kind == "logit_sums" else 1
 
 
 def _squarest(shape: Shape, parts: int) -> Grid:
     """At least `parts` tiles (or all there can be) with the least operand bytes; rows before columns on a tie."""
     choices: list[tuple[float, Grid]] = []
-    for rows in range(1, min(shape.m, parts) + 1):
-        cols = min(shape.n, ceil(parts / rows))
+    m, n, _ = shape.sides
+    for rows in range(1, min(m, parts) + 1):
+        cols = min(n, ceil(parts / rows))
         waste = max(0, parts - rows * cols) + (rows * cols) % parts
-        choices.append((waste * (shape.m + shape.n) + shape.m / rows + shape.n / cols, (rows, cols, 1)))
+        grid = (rows, 1, cols) if _uncut(shape) == 1 else (rows, cols, 1)
+        choices.append((waste * (m + n) + m / rows + n / cols, grid))
     return min(choices)[1]
 
 
 def _finer(shape: Shape, grid: Grid) -> Grid | None:
     """The grid with its longest tile edge halved, or None if nothing is left to cut."""
     extents = [length / parts for length, parts in zip(shape.extents, grid, strict=True)]
+    extents = [1.0 if axis == _uncut(shape) else length for axis, length in enumerate(extents)]
     axis = max(range(3), key=lambda index: extents[index])
     if extents[axis] <= 1:
         return None

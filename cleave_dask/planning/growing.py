@@ -211,8 +211,9 @@ def growing_order(ranges: Integers, owner: Integers, place: Integers | None = No
 
     `ranges` are (tiles, 6): rows, columns, k, each start and stop. Within a device by k, then as a square grows: by the
     greater of how far a tile's rows and columns are from the first that the device has there. The second result has a
-    number for each tile of the first: whose turn it is. A grid of more parts than MOST_STRIPS along a side does not fit
-    into memory: its tiles come row by row, or column by column, so that at least one slice of each stays.
+    number for each tile of the first: whose turn it is. What streams past all rows or all columns comes when those are
+    there. A grid of more parts than MOST_STRIPS along a side does not fit into memory: its tiles come row by row, or
+    column by column, so that at least one slice of each stays.
     """
     if not len(owner):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -229,6 +230,9 @@ def growing_order(ranges: Integers, owner: Integers, place: Integers | None = No
         many = [_parts(layer, distance) for distance in (row, col)]
         grid = ((count == many[0] * many[1]) & (np.maximum(*many) > MOST_STRIPS))[layer]
         strip, along = np.where((many[0] <= many[1])[layer], (row, col), (col, row))
+        past = [_after_all(layer, ranges[:, 2 * axis + 1], distance) for axis, distance in enumerate((row, col))]
+        row, col = np.where(col > 0, past[0], row), np.where(row > 0, past[1], col)
+        nearest, then, below = np.maximum(row, col), np.minimum(row, col), row < col
         nearest, then, below = np.where(grid, strip, nearest), np.where(grid, along, then), below & ~grid
     order = np.lexsort((then, below, nearest, layer))
     return order, turn[which][order]
@@ -238,6 +242,14 @@ def _parts(group: Ints, value: Ints) -> Ints:
     """How many different values each group has."""
     width = int(value.max()) + 1
     return np.bincount(np.unique(group * width + value) // width)
+
+
+def _after_all(group: Ints, stop: Integers, distance: Ints) -> Ints:
+    """The distance of each range; of one that covers all of its group, the greatest distance in the group."""
+    farthest, last = (np.zeros(int(group.max()) + 1, dtype=np.int64) for _ in range(2))
+    np.maximum.at(farthest, group, stop)
+    np.maximum.at(last, group, distance)
+    return np.where((distance == 0) & (stop == farthest[group]), last[group], distance)
 
 
 def _dense(first: Integers, second: Integers) -> Ints:

@@ -26,7 +26,7 @@ import numpy as np
 from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.cost import AT_ONCE, IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape
 from cleave_dask.planning.growing import growing_order
-from cleave_dask.planning.slices import newly
+from cleave_dask.planning.slices import SIDED, newly, results, segments, turned
 
 STAGES = ("downlink", "compute", "uplink")
 
@@ -122,7 +122,7 @@ def lay_out(
     size = (ranges[order, 1::2] - ranges[order, 0::2]).astype(np.float64)
     down = _down(shape, ranges[order], which, size, here.memory)
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
-    up = size[:, 0] * size[:, 1] * shape.up_bytes
+    up = results(shape.kind, size) * shape.up_bytes
     seconds = np.stack([down / here.down[which], flops / here.flops[which], up / here.up[which]])
     stages: Floats = np.stack([np.bincount(which, stage).astype(np.float64) for stage in seconds])
     tiles = np.bincount(which)
@@ -171,9 +171,11 @@ def _through(seconds: Floats, turn: Ints, which: Ints) -> Floats:
 
 def footprint(shape: Shape, size: Floats) -> Floats:
     """Bytes of operands and result of each tile."""
-    if shape.kind != "gemm":
-        return size[:, 0] * size[:, 1] * (shape.down_bytes + shape.up_bytes)
-    return (size[:, 0] + size[:, 1]) * size[:, 2] * shape.down_bytes + size[:, 0] * size[:, 1] * shape.up_bytes
+    up = results(shape.kind, size) * shape.up_bytes
+    if shape.kind not in SIDED:
+        return np.asarray(size[:, 0] * size[:, 1] * shape.down_bytes + up)
+    kept, other, depth = turned(shape.kind, size).T
+    return np.asarray((kept + other) * depth * shape.down_bytes + up)
 
 
 def _together(tiles: Ints, slot: float, seconds: float) -> int:
@@ -187,13 +189,9 @@ def _together(tiles: Ints, slot: float, seconds: float) -> int:
 
 def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
     """Bytes of any two consecutive tiles of each device at most, operands and results; tiles device after device."""
-    area = size[:, 0] * size[:, 1]
-    held = area * shape.up_bytes
-    if shape.kind != "gemm":
-        held += area * shape.down_bytes
-        shared = np.zeros(len(which) - 1)
-    else:
-        held += (size[:, 0] + size[:, 1]) * size[:, 2] * shape.down_bytes
+    held, shared = footprint(shape, size), np.zeros(len(which) - 1)
+    if shape.kind in SIDED:
+        ranges = turned(shape.kind, ranges)
         low, high = np.maximum(ranges[1:, 0::2], ranges[:-1, 0::2]), np.minimum(ranges[1:, 1::2], ranges[:-1, 1::2])
         both = np.maximum(high - low, 0).astype(np.float64)
         shared = (both[:, 0] + both[:, 1]) * both[:, 2] * shape.down_bytes
@@ -206,16 +204,41 @@ def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
 
 def _down(shape: Shape, ranges: Ints, which: Ints, size: Floats, memory: Floats) -> Floats:
     """Bytes that come down for each tile, of devices' tiles in the order that they take them."""
-    if shape.kind != "gemm":
+    if shape.kind not in SIDED:
         return np.asarray(size[:, 0] * size[:, 1] * shape.down_bytes, dtype=np.float64)
-    group = (which * (shape.k + 1) + ranges[:, 4]) * (shape.k + 1) + ranges[:, 5]
+    ranges, size, deepest = turned(shape.kind, ranges), turned(shape.kind, size), shape.sides[2] + 1
+    group = (which * deepest + ranges[:, 4]) * deepest + ranges[:, 5]
     spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1)]
-    once = sum(newly(group, *span) for span in spans) * size[:, 2] * shape.down_bytes
+    depth = size[:, 2] * shape.down_bytes
+    once = sum(newly(group, *span) for span in spans) * depth
     fits = (np.bincount(which, once, minlength=len(memory)) <= memory / 2)[which]
     if fits.all():
         return np.asarray(once)
+    some = ~fits
+    needed = _needed(group[some], [(start[some], stop[some]) for start, stop in spans], depth[some], which[some])
+    fits[some] = needed <= memory[which[some]] / 2
     again = [_fresh(np.stack([group, *span])) * (span[1] - span[0]) for span in spans]
     return np.where(fits, once, sum(again) * size[:, 2] * shape.down_bytes)
+
+
+def _needed(group: Ints, spans: list[tuple[Ints, Ints]], depth: Floats, which: Ints) -> Floats:
+    """Bytes of operands that the device of each tile must have at once, if it lets go of what no later tile needs.
+
+    Tiles come device after device. Of two that follow each other the second comes down while the first is multiplied.
+    """
+    change = np.zeros(len(which) + 1)
+    firsts = np.flatnonzero(np.concatenate([[True], which[1:] != which[:-1]]))
+    counts = np.diff(np.append(firsts, len(which)))
+    end = np.repeat(firsts + counts, counts)
+    for start, stop in spans:
+        place, segment, length = segments(group, start, stop)
+        _, first, number = np.unique(segment, return_index=True, return_inverse=True)
+        last = np.zeros(len(first), dtype=np.int64)
+        np.maximum.at(last, number, place)
+        kept = length[first] * depth[place[first]]
+        np.add.at(change, place[first], kept)
+        np.add.at(change, np.minimum(last + 2, end[last]), -kept)
+    return np.repeat(np.maximum.reduceat(np.cumsum(change)[:-1], firsts), counts)
 
 
 def _fresh(key: Ints) -> Ints:

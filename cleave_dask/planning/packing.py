@@ -17,30 +17,41 @@ from cleave_dask.planning.cost import Floats, Ints, Shape
 
 _TRIALS, _EFFORT = 30, 4096  # shuffles of a small fleet; trials times devices of a large one
 _NOISE = 0.1  # of the depths that devices want, in a shuffle
-_SHUFFLED = 3  # ways that are shuffled, in turn
+_SHUFFLED = 3  # ways that are shuffled in turn, at least
 _SWEEPS, _THOROUGH = 12, 30  # of balancing: enough to tell which is best, and that is balanced again
 
+MANY_DEVICES = 512
+"""More devices than these are arranged in the likeliest ways alone, unless the packing is thorough."""
 
-def pack(
-    job: Job, *, split_k: bool = True, many: int = 1, wide: bool = True, thorough: bool = False, seed: int = 0
-) -> list[Arrangement]:
+FEW_DEVICES = 128
+"""So few devices are cheap to arrange, and hard to arrange well: what is thorough looks further."""
+
+
+def pack(job: Job, *, split_k: bool = True, many: int = 1, thorough: bool = False, seed: int = 0) -> list[Arrangement]:
     """Up to `many` arrangements of the devices' boxes, the best first.
 
-    With many = 1 the first way is taken as it is. `wide` tries all ways, `thorough` balances them longer.
+    With many = 1 the first way is taken as it is. `thorough` tries all ways, also of many devices, and balances
+    longer; of few devices it shuffles all ways, then the better half, then the best.
     """
     depth, chance = job.best[2], np.random.default_rng(seed)
     found: list[tuple[float, int, Arrangement]] = []
-    tried = list(islice(ways(job, split_k=split_k, all_of_them=wide), None if many > 1 else 1))
+    every = thorough or len(depth) <= MANY_DEVICES
+    tried = list(islice(ways(job, split_k=split_k, all_of_them=every), None if many > 1 else 1))
     sweeps = _THOROUGH if thorough else _SWEEPS
+    shortest: list[float] = []
     for way in tried:
         draft = balanced(job, arrange(job, way, depth), sweeps=sweeps)
-        found.append((longest(job, draft), len(found), draft))
-    likely = [tried[number] for _, number, _ in sorted(found)[:_SHUFFLED]]
+        shortest.append(longest(job, draft))
+        found.append((shortest[-1], len(found), draft))
     trials = min(_TRIALS, _EFFORT // len(depth)) if len(tried) > 1 and len(depth) > 3 else 0
-    for trial in range(trials if trials > 4 else 0):
-        shuffled = depth * np.exp(_NOISE * chance.standard_normal(len(depth)))
-        draft = balanced(job, arrange(job, likely[trial % len(likely)], shuffled), sweeps=sweeps)
-        found.append((longest(job, draft), len(found), draft))
+    further = thorough and len(depth) <= FEW_DEVICES
+    for some in (len(tried), len(tried) // 2, _SHUFFLED) if further else (_SHUFFLED,):
+        likely = sorted(range(len(tried)), key=lambda number: shortest[number])[: max(some, _SHUFFLED)]
+        for trial in range(trials if trials > 4 else 0):
+            number, shuffled = likely[trial % len(likely)], depth * np.exp(_NOISE * chance.standard_normal(len(depth)))
+            draft = balanced(job, arrange(job, tried[number], shuffled), sweeps=sweeps)
+            found.append((longest(job, draft), len(found), draft))
+            shortest[number] = min(shortest[number], found[-1][0])
     return [draft for _, _, draft in sorted(found)[:many]]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from cleave_dask.fleet.devices import Device
 from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Ints, Shape
-from cleave_dask.planning.slices import newly
+from cleave_dask.planning.slices import SIDED, newly, results, turned
 
 Ranges = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
@@ -65,14 +65,15 @@ def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ranges, device: Ranges) -> 
     """
     shape, count = Shape.of(gemm), int(parcel.max(initial=-1)) + 1
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
-    results = size[:, 0] * size[:, 1]
+    up = results(shape.kind, size) * shape.up_bytes
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
-    down = alone = results * shape.down_bytes
-    if shape.kind == "gemm":
+    down = alone = size[:, 0] * size[:, 1] * shape.down_bytes
+    if shape.kind in SIDED:
+        ranges, depth = turned(shape.kind, ranges), turned(shape.kind, size)[:, 2] * shape.down_bytes
         spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1)]
-        layers = [with_depth(whose, ranges, shape.k) for whose in (device, parcel)]
-        down, alone = (sum(newly(layer, *span) for span in spans) * size[:, 2] * shape.down_bytes for layer in layers)
-    columns = flops, down, results * shape.up_bytes, alone
+        layers = [with_depth(whose, ranges, shape.sides[2]) for whose in (device, parcel)]
+        down, alone = (sum(newly(layer, *span) for span in spans) * depth for layer in layers)
+    columns = flops, down, up, alone
     return np.column_stack([np.bincount(parcel, column, minlength=count) for column in columns])
 
 

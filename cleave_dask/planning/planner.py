@@ -8,6 +8,8 @@ travelled. `pricing` says what the step then takes.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -15,10 +17,12 @@ import numpy as np
 from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import quantity
-from cleave_dask.graph.ir import Gemm, StepGraph
+from cleave_dask.graph.ir import LOGITS, Gemm, StepGraph
+from cleave_dask.graph.vocabulary import by_vocabulary as rewritten
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Rates, Shape, smallest_bytes
 from cleave_dask.planning.filling import place_filler
 from cleave_dask.planning.grid import ALIGN, Grid, cut, even_grid, grid_tiles
+from cleave_dask.planning.heads import HeadError
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.pricing import priced
 from cleave_dask.planning.tiling import tile_gemm
@@ -50,11 +54,15 @@ def plan(
     min_flops: float = MIN_FLOPS,
     grid: Grid | None = None,
     scheduler_seconds: float = SCHEDULER_SECONDS,
+    by_vocabulary: bool | None = False,
 ) -> Plan:
     """Cut every gemm of `graph` that is worth it into tiles for the devices of `fleet`.
 
     `min_flops=0` sends out everything. `grid` fixes the number of parts in (rows, columns, k) for every gemm instead,
-    as far as each gemm allows.
+    as far as each gemm allows. `by_vocabulary`: whether the head of a language model keeps its logits on the devices;
+    None: if the step is then shorter, except where `grid` or a simpler tiling is asked for. Its tiles are checked by
+    samples, so it must be asked for. The plan's `graph` is the step as it is planned, whose gemms have the names and
+    cuboids of those of the step that was given.
     """
     if tiling not in get_args(Tiling):
         raise PlanError(f"tiling is {tiling!r}; choose one of {', '.join(map(repr, get_args(Tiling)))}")
@@ -62,6 +70,42 @@ def plan(
         if min(gemm.m, gemm.n, gemm.k) < 1 or gemm.flops <= 0:
             size = f"{gemm.m} x {gemm.n} x {gemm.k}"
             raise PlanError(f"gemm '{gemm.name}' is {size} with {gemm.flops:g} flop: give every extent at least 1")
+    known: dict[tuple[Shape, bool], Layout] = {}  # what both forms of the step have in common is tiled once
+    make = partial(
+        _plan,
+        fleet=fleet,
+        tiling=tiling,
+        min_flops=min_flops,
+        grid=grid,
+        scheduler_seconds=scheduler_seconds,
+        known=known,
+    )
+    asked = by_vocabulary if by_vocabulary is not None else grid is None and tiling == "3d"
+    head = rewritten(graph) if asked else None
+    if head is None:
+        if by_vocabulary:
+            raise PlanError(f"step '{graph.name}' has no head whose logits are for a plain cross-entropy alone")
+        return make(graph)
+    if by_vocabulary:
+        return make(head)
+    plans = [make(graph)]
+    if all(gemm.name in plans[0].by_gemm for gemm in head.gemms if gemm.kind in LOGITS):
+        with suppress(HeadError):
+            plans.append(make(head))
+    return min(plans, key=lambda plan: plan.seconds)
+
+
+def _plan(
+    graph: StepGraph,
+    fleet: Fleet,
+    *,
+    tiling: Tiling,
+    min_flops: float,
+    grid: Grid | None,
+    scheduler_seconds: float,
+    known: dict[tuple[Shape, bool], Layout],
+) -> Plan:
+    """The best plan of a step as it stands."""
     sent = [gemm for gemm in graph.gemms if gemm.flops >= min_flops and not (min_flops and _stays(gemm, fleet))]
     tried: tuple[Tiling, ...] = (tiling,)
     if grid is not None:
@@ -73,7 +117,7 @@ def plan(
         if choice == "even":
             layouts = _even(sent, fleet, grid, scheduler_seconds)
         else:
-            layouts = _shaped(sent, fleet, split_k=choice == "3d", scheduler_seconds=scheduler_seconds)
+            layouts = _shaped(sent, fleet, known, split_k=choice == "3d", scheduler_seconds=scheduler_seconds)
         plans.append(priced(graph, fleet, layouts, tiling=choice, scheduler_seconds=scheduler_seconds))
     return min(plans, key=lambda plan: plan.seconds)
 
@@ -87,19 +131,25 @@ def _stays(gemm: Gemm, fleet: Fleet) -> bool:
     return bool(_LONG_BEFORE * gemm.flops / fleet.server.flops < max(down, up))
 
 
-def _shaped(sent: list[Gemm], fleet: Fleet, *, split_k: bool, scheduler_seconds: float) -> dict[str, Layout]:
-    """A layout for each gemm, shaped by the devices' links."""
+def _shaped(
+    sent: list[Gemm],
+    fleet: Fleet,
+    known: dict[tuple[Shape, bool], Layout],
+    *,
+    split_k: bool,
+    scheduler_seconds: float,
+) -> dict[str, Layout]:
+    """A layout for each gemm, shaped by the devices' links; `known` has those of the critical path made so far."""
     rates = Rates.of(fleet)
     critical = [gemm for gemm in sent if gemm.role != "dW"]
     filler = [gemm for gemm in sent if gemm.role == "dW"] if critical else []
     for gemm in {Shape.of(gemm): gemm for gemm in reversed(sent)}.values():
         _require_memory(gemm, fleet)
-    known: dict[Shape, Layout] = {}
     for gemm in critical or sent:
-        shape = Shape.of(gemm)
-        if shape not in known:
-            known[shape] = tile_gemm(shape, rates, fleet.server, split_k=split_k, scheduler_seconds=scheduler_seconds)
-    layouts = {gemm.name: known[Shape.of(gemm)] for gemm in critical or sent}
+        key = Shape.of(gemm), split_k
+        if key not in known:
+            known[key] = tile_gemm(key[0], rates, fleet.server, split_k=split_k, scheduler_seconds=scheduler_seconds)
+    layouts = {gemm.name: known[Shape.of(gemm), split_k] for gemm in critical or sent}
     first = min((gemm.level for gemm in filler), default=0)
     beside = [layouts[gemm.name] for gemm in critical if gemm.level >= first]
     filled = place_filler(
@@ -118,7 +168,7 @@ def _require_memory(gemm: Gemm, fleet: Fleet) -> None:
     """Somebody can hold the smallest tiles of this gemm."""
     largest = max(fleet.devices, key=lambda device: device.memory)
     if (need := smallest_bytes(Shape.of(gemm))) > largest.memory:
-        raise PlanError(
+        raise (HeadError if gemm.kind in LOGITS else PlanError)(
             f"the smallest tiles of gemm '{gemm.name}' of {gemm.m} x {gemm.n} x {gemm.k} need {quantity(need, 'B')} in "
             f"flight, and '{largest.name}', the largest device, has {quantity(largest.memory, 'B')}; add larger "
             f"devices or lower the batch"

@@ -1,9 +1,11 @@
 """What a planned step takes: the critical path, the filler beside it, and the resource that decides.
 
 Levels wait for each other only as data flows. Before the first gradient of a weight can be computed, a level takes
-the time of its gemms alone. From then on filler keeps every link busy, so the rest of the step takes as long as its
-critical levels or as its busiest resource, whichever is longer: some device's downlink, uplink or multiplier, the
-server's links, the scheduler. And never less than the longest chain of gemms, the last gradients included.
+the time of its gemms alone. From then on filler keeps links busy, so the rest of the step takes as long as its critical
+levels or as its busiest resource, whichever is longer: some device's downlink, uplink or multiplier, the server's links
+and processes, the scheduler; and, at each change of level, as long as filler that is under way is in the way. Never
+less than the longest chain of gemms, the last gradients included. All of it with what a step costs beside the gemms
+themselves (`overhead`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration, quantity
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.bound import gemm_bound, longest_chain, step_bound
-from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
+from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape
 from cleave_dask.planning.layout import STAGES, Layout
+from cleave_dask.planning.overhead import InStep, in_the_way
 from cleave_dask.planning.values import LevelCost, Plan, Tiles
 
 
@@ -28,13 +31,13 @@ class _Load:
     """Seconds that some gemms keep every resource busy."""
 
     stages: Floats  # (3, devices)
-    server: Mapping[str, float]
+    middle: Mapping[str, float]  # of scheduler and server
 
     @property
     def busiest(self) -> tuple[float, str]:
         """The busiest resource and its seconds."""
         stage, seconds = int(self.stages.max(axis=1).argmax()), float(self.stages.max())
-        return max([(seconds, STAGES[stage]), *((time, name) for name, time in self.server.items())])
+        return max([(seconds, STAGES[stage]), *((time, name) for name, time in self.middle.items())])
 
 
 def priced(
@@ -49,10 +52,12 @@ def priced(
     rates = Rates.of(fleet)
     shapes = {layout.shape for layout in layouts.values()}
     bounds = {shape: gemm_bound(shape, rates, fleet.server, scheduler_seconds=scheduler_seconds)[0] for shape in shapes}
-    levels = _levels(graph, layouts, bounds)
-    seconds, binding = _step_seconds(graph, fleet, layouts, levels)
+    taken = {id(layout): InStep.of(layout, rates, fleet.server) for layout in _distinct(layouts.values())}
+    parts = {name: taken[id(layout)] for name, layout in layouts.items()}
+    levels = _levels(graph, parts, bounds)
+    seconds, binding = _step_seconds(graph, fleet, parts, levels)
     bound = step_bound(graph, fleet, layouts, gemm_bounds=bounds, scheduler_seconds=scheduler_seconds)
-    total = _load(list(layouts.values()), len(fleet))
+    total = _load(list(parts.values()), len(fleet))
     names = tuple(device.name for device in fleet.devices)
     return Plan(
         graph=graph,
@@ -97,21 +102,21 @@ def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
     return list({id(layout): layout for layout in layouts}.values())
 
 
-def _levels(graph: StepGraph, layouts: Mapping[str, Layout], bounds: Mapping[Shape, float]) -> tuple[LevelCost, ...]:
+def _levels(graph: StepGraph, parts: Mapping[str, InStep], bounds: Mapping[Shape, float]) -> tuple[LevelCost, ...]:
     """A row for each level and, apart, for the filler that becomes ready with it."""
     grouped: dict[tuple[int, bool], list[Gemm]] = defaultdict(list)
     for gemm in graph.gemms:
-        if gemm.name in layouts:
+        if gemm.name in parts:
             grouped[gemm.level, gemm.role == "dW"].append(gemm)
     rows = []
     for (level, filler), gemms in sorted(grouped.items()):
-        here = [layouts[gemm.name] for gemm in gemms]
-        slowest = max(here, key=lambda layout: layout.seconds)
+        here = [parts[gemm.name].layout for gemm in gemms]
+        slowest = max((parts[gemm.name] for gemm in gemms), key=lambda part: part.seconds)
         rows.append(
             LevelCost(
                 level=level,
                 gemms=tuple(gemm.name for gemm in gemms),
-                seconds=sum(layout.seconds for layout in here),
+                seconds=sum(parts[gemm.name].seconds for gemm in gemms) + (0.0 if filler else LEVEL_SECONDS),
                 bound_seconds=sum(bounds[layout.shape] for layout in here),
                 binding=slowest.binding,
                 devices=max(len(layout.devices) for layout in here),
@@ -125,11 +130,11 @@ def _levels(graph: StepGraph, layouts: Mapping[str, Layout], bounds: Mapping[Sha
 
 
 def _step_seconds(
-    graph: StepGraph, fleet: Fleet, layouts: Mapping[str, Layout], levels: Sequence[LevelCost]
+    graph: StepGraph, fleet: Fleet, parts: Mapping[str, InStep], levels: Sequence[LevelCost]
 ) -> tuple[float, str]:
     """Predicted seconds of the step and what decides them."""
     first = min((row.level for row in levels if row.filler), default=1 + max((row.level for row in levels), default=0))
-    kept = [gemm for gemm in graph.gemms if gemm.name not in layouts]
+    kept = [gemm for gemm in graph.gemms if gemm.name not in parts]
     spent: defaultdict[str, float] = defaultdict(float)
     before = after = 0.0
     for level, seconds, binding in [
@@ -138,29 +143,29 @@ def _step_seconds(
     ]:
         spent[binding] += seconds
         before, after = (before + seconds, after) if level < first else (before, after + seconds)
-    beside = [layouts[name] for row in levels if row.level >= first for name in row.gemms]
+    beside = [parts[name] for row in levels if row.level >= first for name in row.gemms]
     busiest, resource = _load(beside, len(fleet)).busiest if beside else (0.0, "latency")
     if busiest > after:
         spent[resource] += busiest - after
-    weights = {name: layout.seconds for name, layout in layouts.items()}
-    chain = longest_chain(graph, fleet, weights)
-    seconds = max(before + max(after, busiest), chain)
+    chain = longest_chain(graph, fleet, {name: part.seconds + LEVEL_SECONDS for name, part in parts.items()})
+    wait = in_the_way([parts[name] for row in levels if row.filler for name in row.gemms])
+    changes = sum(row.level > first and not row.filler for row in levels)
+    seconds = max(before + max(after, busiest) + changes * wait, chain)
     spent["latency"] += 1e-12
     return seconds, max(spent, key=lambda name: spent[name])
 
 
-def _load(layouts: Sequence[Layout], devices: int) -> _Load:
+def _load(parts: Sequence[InStep], devices: int) -> _Load:
     """How long each resource is busy with these gemms."""
     stages = np.zeros((3, devices))
-    server: defaultdict[str, float] = defaultdict(float)
-    times = Counter(map(id, layouts))
-    for layout in _distinct(layouts):
-        count = times[id(layout)]
-        stages[:, layout.devices] += count * layout.stages
-        server["scheduler"] += count * layout.scheduler_seconds
-        server["server egress"] += count * layout.egress_seconds
-        server["server ingress"] += count * layout.ingress_seconds
-    return _Load(stages, server)
+    middle: defaultdict[str, float] = defaultdict(float)
+    times = Counter(map(id, parts))
+    for part in {id(part): part for part in parts}.values():
+        count = times[id(part)]
+        stages[:, part.layout.devices] += count * part.stages
+        for name, seconds in part.middle.items():
+            middle[name] += count * seconds
+    return _Load(stages, middle)
 
 
 def _reasons(fleet: Fleet, layouts: Mapping[str, Layout], total: _Load) -> dict[str, str]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from cleave_dask.planning.cost import AT_ONCE, Floats, Ints
+from cleave_dask.planning.cost import AT_ONCE, CONFIRMED, Floats, Ints
 from cleave_dask.planning.parcels import Figures, Ranges, Work
-from cleave_dask.planning.slices import segments
+from cleave_dask.planning.slices import SIDED, results, segments, turned
 
 TOGETHER = 32
 """Devices among which the tiles of those that are lost are dealt."""
@@ -35,9 +35,6 @@ WORTHWHILE = 0.005
 
 EARLY = 0.5
 """Part of its results that a device is to send of its own: its first tiles make it begin early, and none may lack."""
-
-CONFIRMED = 66.0 / (2 * 1448.0)
-"""Bytes that go up for each that comes down: TCP's acknowledgements, which count where the uplink is the slower."""
 
 NOBODY = -1
 
@@ -114,21 +111,26 @@ class TileCosts:
         """Those of all tiles of these parcels, one after another."""
         ranges = np.concatenate([parcel.ranges for parcel in parcels]).astype(np.int64)
         size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
-        cells, volume = size[:, 0] * size[:, 1], size.prod(axis=1)
+        cells, volume = results(kind, size), size.prod(axis=1)
         work = [sum(column) for column in zip(*((p.work.flops, p.work.up_bytes) for p in parcels), strict=True)]
         flops, up = volume * (work[0] / volume.sum()), cells * (work[1] / cells.sum())
-        if kind != "gemm":
+        if kind not in SIDED:
             down = sum(parcel.work.alone_bytes for parcel in parcels)
             return cls(flops, up, np.diag(cells * (down / cells.sum())))
+        ranges, size, needs = turned(kind, ranges), turned(kind, size), []
         layer = np.unique(ranges[:, 4:], axis=0, return_inverse=True)[1].reshape(-1)
-        width = work[1] / cells.sum()  # bytes of a number, of operands as of results
-        needs = []
         for axis in (0, 1):
             tile, piece, length = segments(layer, ranges[:, 2 * axis], ranges[:, 2 * axis + 1])
             table = np.zeros((len(ranges), int(piece.max()) + 1))
-            table[tile, piece] = length * size[tile, 2] * width
+            table[tile, piece] = length * size[tile, 2]
             needs.append(table)
-        return cls(flops, up, np.concatenate(needs, axis=1))
+        numbers = np.concatenate(needs, axis=1)
+        width = work[1] / cells.sum()  # bytes of a number, of operands as of results
+        if kind == "logit_sums":  # whose results are none of their numbers
+            parts = np.split(numbers, np.cumsum([len(parcel.ranges) for parcel in parcels])[:-1])
+            alone = sum(float(part.max(axis=0).sum()) for part in parts)
+            width = sum(parcel.work.alone_bytes for parcel in parcels) / alone
+        return cls(flops, up, numbers * width)
 
 
 @dataclass(eq=False)

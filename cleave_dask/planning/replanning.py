@@ -17,6 +17,7 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import StepGraph
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape
+from cleave_dask.planning.layout import footprint
 from cleave_dask.planning.values import Column, Plan, Tiles
 
 _SPREAD = 64  # devices among which the tiles of one that left are spread, at least
@@ -143,14 +144,17 @@ class _Mover:
         """The owners of a gemm's tiles after `tiles` went to `takers` in turn, each to one that can hold it."""
         size = sizes * AT_ONCE
         taker = np.resize(takers, len(tiles)) if len(takers) != len(tiles) else takers
-        for place in np.flatnonzero(size > self.memory[taker]).tolist():
-            roomy = np.flatnonzero(self.memory >= size[place])
-            if not len(roomy):
+        large = np.flatnonzero(size > self.memory[taker])
+        if len(large):
+            if (need := float(size[large].max())) > self.memory.max():
                 raise PlanError(
-                    f"a tile of '{name}' needs {quantity(float(size[place]), 'B')} in flight and no device that is "
+                    f"a tile of '{name}' needs {quantity(need, 'B')} in flight and no device that is "
                     f"left has that much memory; plan anew"
                 )
-            taker[place] = roomy[int(self.busy[roomy].argmin())]
+            roomiest, idlest = np.argsort(-self.memory, kind="stable"), np.argsort(self.busy, kind="stable")
+            rank = np.argsort(idlest)  # of each device, the one with the least to do first
+            roomy = np.searchsorted(-self.memory[roomiest], -size[large], side="right")  # how many can hold each tile
+            taker[large] = idlest[np.minimum.accumulate(rank[roomiest])[roomy - 1]]
         np.add.at(self.busy, taker, self.mean)
         np.maximum.at(self.peak, taker, size)
         changed = owner.copy()
@@ -168,10 +172,7 @@ class _Mover:
     def _bytes(self, name: str, tiles: Ints) -> Floats:
         """Bytes of operands and result of some tiles of a gemm."""
         shape, ranges = Shape.of(self.gemms[name]), self.plan.by_gemm[name].ranges[tiles].astype(np.float64)
-        rows, cols, ks = (ranges[:, 2 * axis + 1] - ranges[:, 2 * axis] for axis in range(3))
-        if shape.kind != "gemm":
-            return np.asarray(rows * cols * (shape.down_bytes + shape.up_bytes))
-        return np.asarray((rows + cols) * ks * shape.down_bytes + rows * cols * shape.up_bytes)
+        return footprint(shape, ranges[:, 1::2] - ranges[:, 0::2])
 
     def peaks(self) -> dict[str, int]:
         """Bytes that each device needs at most."""

@@ -3,6 +3,9 @@
 A device keeps what it has fetched, so of a tile's range of rows (or columns) only the part comes down that none of its
 tiles before covered. Tiles in growing order cover a range that grows at one end: then that part is what lies beyond the
 end. Otherwise ranges are cut at everybody's edges into segments, and a segment comes down with the first that needs it.
+
+A gemm's tile has a slice of A by its rows and one of B by its columns, both as deep as its k. Kinds that make logits
+have slices of two sides in the same way, but only the first keeps k as the depth (`turned`).
 """
 
 from __future__ import annotations
@@ -11,9 +14,26 @@ from typing import Any
 
 import numpy as np
 
+from cleave_dask.graph.ir import LOGITS
+
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+SIDED = ("gemm", *LOGITS)
+"""Kinds whose tiles share slices of two sides; tiles of the others share nothing."""
+
+
+def turned(kind: str, columns: Any) -> Any:
+    """Columns of tiles, starts and stops or sizes of rows, columns and k, as the two sides and the depth."""
+    if kind not in ("logit_dx", "logit_dw"):
+        return columns
+    return columns[:, [0, 1, 4, 5, 2, 3]] if columns.shape[1] == 6 else columns[:, [0, 2, 1]]
+
+
+def results(kind: str, size: Any) -> Any:
+    """Of how many `up_bytes` the result of each tile is, by its rows, columns and k."""
+    return size[:, 0] if kind == "logit_sums" else size[:, 0] * size[:, 1]
 
 
 def newly(group: Integers, starts: Integers, stops: Integers) -> Floats:

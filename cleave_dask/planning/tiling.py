@@ -7,7 +7,7 @@ that is less (`growing.best_ratio`); one that outgrows the device's memory is tw
 boxes together. A box is cut into strips, which its device takes in growing order, so that download, multiplication and
 upload overlap: as many as are not too short, and as save what a tile costs server and device (`Grain`). A device whose
 share would not be worth a parcel is left out. Attention and batched products are dealt out cell by cell in the same
-proportions (`queueing`).
+proportions (`queueing`), heads by vocabulary in groups (`heads`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cleave_dask.fleet.devices import Server
+from cleave_dask.graph.ir import LOGITS
 from cleave_dask.planning.balancing import Arrangement, Job, balanced, finish_seconds
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
@@ -31,14 +32,15 @@ from cleave_dask.planning.cost import (
 )
 from cleave_dask.planning.cutting import cut_boxes
 from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewest_strips, square_seconds
+from cleave_dask.planning.heads import tile_head
 from cleave_dask.planning.layout import Layout, lay_out
-from cleave_dask.planning.packing import pack, rounded
+from cleave_dask.planning.packing import FEW_DEVICES, MANY_DEVICES, pack, rounded
 from cleave_dask.planning.queueing import Cells, queued
 
-_FILLER_TILE = 0.1  # seconds: so long may a gemm of the critical path have to wait for filler
-_PRICED, _MANY_DEVICES = 4, 512  # packings that are priced, and from how many devices on only one is
-_FAR = 1.06  # times what its division takes: a layout for which a better packing is looked for
-_AGAIN = 2  # times that a packing is balanced again by what its tiles take
+_PRICED = 4  # packings of a gemm, of which the best is taken; one of filler, and one of many devices
+_FAR, _FAR_FEW = 1.06, 1.045  # times what its division takes, of all and of few devices: a better packing is sought
+_LITTLE = 5e-3  # seconds beyond its division: not worth the half second that a better packing takes to be found
+_AGAIN, _THOROUGH = 2, 4  # times that a packing is balanced again by what its tiles take
 _SHRINKS = 2  # of a box that takes too long
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
@@ -51,9 +53,14 @@ class Grain:
     price: float  # seconds that one tile more of a box must save: what it costs its device and the server
 
     @classmethod
-    def of(cls, devices: int) -> Grain:
-        """That of a fleet. With many devices gemms are short, and many tiles travel as one parcel."""
-        return cls(0.025, 5e-3) if devices <= _MANY_DEVICES else cls(0.0125, 2e-3)
+    def of(cls, devices: int, *, filler: bool = False) -> Grain:
+        """That of a fleet. With many devices gemms are short, and many tiles travel as one parcel.
+
+        Tiles of filler are as long as a gemm of the critical path may have to wait for them; their overlap is for free.
+        """
+        if filler:
+            return cls(0.1, 0.0)
+        return cls(0.025, 5e-3) if devices <= MANY_DEVICES else cls(0.0125, 2e-3)
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,16 @@ def tile_gemm(
     `spare` makes it filler: what other gemms leave of the links. Their tiles fill the gaps of this one, and it is
     shaped to use what they leave.
     """
+    if shape.kind in LOGITS:
+        return tile_head(shape, rates, server, spare=spare, scheduler_seconds=scheduler_seconds)
     best: Layout | None = None
     down = up = 1.0
     for _ in range(3):
         filler = spare is not None
         slowed = (spare or rates).slowed(down, up)
         shares = _divide(shape, slowed, scheduler_seconds, filler=filler)
-        found = _laid_out(shape, rates, server, slowed, shares, split_k, scheduler_seconds, filler)
+        cutter = _Cutter(shape, rates, server, shares, scheduler_seconds, filler)
+        found = _laid_out(cutter, slowed, split_k=split_k)
         best = found if best is None or found.seconds < best.seconds else best
         if best.binding not in ("server egress", "server ingress"):
             break
@@ -142,7 +152,7 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    tiles = _most_tiles(seconds - start, _FILLER_TILE if filler else Grain.of(len(rates)).shortest)
+    tiles = _most_tiles(seconds - start, Grain.of(len(rates), filler=filler).shortest)
     strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles, MOST_STRIPS)
     box = _largest_box(shape, rates.take(order), np.maximum(seconds - start, 0.0), strips)
     volume = box.prod(axis=0)
@@ -154,7 +164,7 @@ def _cells(shape: Shape, rates: Rates, slot: float, seconds: float, able: Ints, 
     """The whole cells of a batched op that the devices can do in `seconds`."""
     here = rates.take(able)
     left, stages = seconds - here.latency, cell_seconds(shape, here)
-    tiles = _most_tiles(left - slot, _FILLER_TILE if filler else Grain.of(len(rates)).shortest)
+    tiles = _most_tiles(left - slot, Grain.of(len(rates), filler=filler).shortest)
     busiest = stages.max(axis=0)
     cost = Cells(busiest, stages.sum(axis=0) - busiest, np.where(filler, np.inf, tiles))
     if slot:
@@ -230,53 +240,67 @@ def _best_sides(shape: Shape, results: Floats) -> tuple[Floats, Floats]:
     return (other, side) if shape.m > shape.n else (side, other)
 
 
-def _laid_out(
-    shape: Shape,
-    rates: Rates,
-    server: Server,
-    slowed: Rates,
-    shares: Shares,
-    split_k: bool,
-    slot: float,
-    filler: bool,
-) -> Layout:
-    """The tiles of a division: the best of a few packings, balanced again by what they turned out to take."""
-    place = np.full(len(rates), len(rates))
-    place[shares.devices] = np.arange(len(shares.devices))
+@dataclass(frozen=True)
+class _Cutter:
+    """Turns boxes of a division into priced tiles."""
 
-    def cut(boxes: Ints, owner: Ints, strips: Ints) -> Layout:
-        tiles = cut_boxes(shape, boxes, owner, rates, strips, filler=filler)
-        return lay_out(shape, *tiles, rates, server, scheduler_seconds=slot, place=place)
+    shape: Shape
+    rates: Rates
+    server: Server
+    shares: Shares
+    slot: float
+    filler: bool
 
-    def laid(draft: Arrangement) -> Layout:
-        boxes, who = rounded(shape, draft)
-        return cut(boxes, shares.devices[who], strips[who])
+    def cut(self, boxes: Ints, owner: Ints, strips: Ints) -> Layout:
+        """Boxes of these devices in so many strips; in the scheduler's queue devices keep the place of their share."""
+        place = np.full(len(self.rates), len(self.rates))
+        place[self.shares.devices] = np.arange(len(self.shares.devices))
+        tiles = cut_boxes(self.shape, boxes, owner, self.rates, strips, filler=self.filler)
+        return lay_out(self.shape, *tiles, self.rates, self.server, scheduler_seconds=self.slot, place=place)
 
-    if shape.kind != "gemm":
-        return cut(*_dealt(shape, shares))
-    best = shares.box if split_k else np.stack([*shares.box[:2], np.full(len(shares.devices), float(shape.k))])
-    here, drag = slowed.take(shares.devices), np.ones(len(shares.devices))
-    strips = shares.tiles if filler else _strips(shape, here, best, shares.tiles, Grain.of(len(rates)).price)
-    overlap = np.where(shares.strips == ENDLESS, ENDLESS, strips)
-    job = Job(shape, here, shares.start, overlap, shares.volume, best, drag)
-    few = len(shares.devices) <= _MANY_DEVICES
+    def laid(self, job: Job, draft: Arrangement) -> Layout:
+        """An arrangement of all devices of the division."""
+        boxes, who = rounded(self.shape, draft)
+        strips = self.shares.tiles if self.filler else job.strips
+        return self.cut(boxes, self.shares.devices[who], strips[who])
 
-    def best_packing(job: Job, *, thorough: bool) -> Layout:
-        drafts = pack(job, split_k=split_k, many=1 if filler else _PRICED, wide=few or thorough, thorough=thorough)
-        found = [(laid(draft), draft) for draft in drafts[: _PRICED if few or thorough else 1]]
-        layout, draft = min(found, key=lambda pair: pair[0].seconds)
+    def packed(self, job: Job, *, split_k: bool, thorough: bool = False) -> Layout:
+        """The best of a few packings, balanced again by what its tiles turned out to take."""
+        drafts = pack(job, split_k=split_k, many=1 if self.filler else _PRICED, thorough=thorough)
+        some = drafts if thorough or len(job.volume) <= MANY_DEVICES else drafts[:1]
+        found = sorted(((self.laid(job, draft), draft) for draft in some), key=lambda pair: pair[0].seconds)
+        if self.filler:
+            return found[0][0]
+        further = thorough and len(job.volume) <= FEW_DEVICES
+        rounds, most = (_THOROUGH, len(found)) if further else (_AGAIN, 1)
+        corrected = [self.corrected(job, *pair, rounds=rounds) for pair in found[:most]]
+        return min(corrected, key=lambda layout: layout.seconds)
+
+    def corrected(self, job: Job, layout: Layout, draft: Arrangement, *, rounds: int) -> Layout:
+        """The best layout of an arrangement that is balanced again by what its tiles turned out to take."""
         again = layout
-        for _ in range(0 if filler else _AGAIN):
-            job = _corrected(job, draft, again, shares.devices)
+        for _ in range(rounds):
+            job = _corrected(job, draft, again, self.shares.devices)
             draft = balanced(job, draft)
-            again = laid(draft)
+            again = self.laid(job, draft)
             layout = again if again.seconds < layout.seconds else layout
         return layout
 
-    layout = best_packing(job, thorough=False)
-    if filler or not split_k or layout.seconds < _FAR * shares.seconds:
+
+def _laid_out(cutter: _Cutter, slowed: Rates, *, split_k: bool) -> Layout:
+    """The tiles of a division, for devices so slowed: of a thorough packing, if the first is far from the division."""
+    shape, shares, filler = cutter.shape, cutter.shares, cutter.filler
+    if shape.kind != "gemm":
+        return cutter.cut(*_dealt(shape, shares))
+    best = shares.box if split_k else np.stack([*shares.box[:2], np.full(len(shares.devices), float(shape.k))])
+    here = slowed.take(shares.devices)
+    strips = shares.strips if filler else _strips(shape, here, best, shares.tiles, Grain.of(len(slowed)).price)
+    job = Job(shape, here, shares.start, strips, shares.volume, best, np.ones(len(shares.devices)))
+    layout = cutter.packed(job, split_k=split_k)
+    far = _FAR_FEW if len(shares.devices) <= FEW_DEVICES else _FAR
+    if filler or not split_k or layout.seconds < max(far * shares.seconds, shares.seconds + _LITTLE):
         return layout
-    return min(layout, best_packing(job, thorough=True), key=lambda found: found.seconds)
+    return min(layout, cutter.packed(job, split_k=split_k, thorough=True), key=lambda found: found.seconds)
 
 
 def _strips(shape: Shape, rates: Rates, best: Floats, most: Ints, price: float) -> Ints:

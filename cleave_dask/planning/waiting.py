@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from heapq import heappop, heappush
 
 from cleave_dask.planning.dispatch_state import ANYONE, DeviceState, ParcelId, WaitingParcel
@@ -14,11 +15,12 @@ Heaps = tuple[list[Entry], list[Entry]]
 class Waiting:
     """Queues of parcels, one for each device and one for anyone; entries of parcels that left fall out in time."""
 
-    def __init__(self, devices: dict[str, DeviceState], parcels: dict[ParcelId, WaitingParcel]) -> None:
+    def __init__(self, devices: dict[str, DeviceState], parcels: dict[ParcelId, WaitingParcel], takers: Sized) -> None:
         self.count = 0
         self.pace = 1.0  # of the whole fleet: stands in for a device's own while that is not known
         self._devices = devices
         self._parcels = parcels
+        self._takers = takers  # devices that take parcels
         self._queues: dict[str, Heaps] = {ANYONE: ([], [])}
         self._tails: dict[str, list[Entry]] = {}  # of devices: least urgent first
         self._longest: list[tuple[float, str]] = []  # (-behind, device): a heap with stale entries
@@ -59,14 +61,14 @@ class Waiting:
         this.queue = None
         self.count -= 1
 
-    def first(self, queue: str, barred: str | None, *, filler: bool) -> ParcelId | None:
-        """The most urgent parcel of a queue, filler too or not, those apart that a barred device was late with."""
-        found = [self._peek(heap, queue, barred) for heap in self._queues[queue][: 1 + filler]]
+    def first(self, queue: str, taker: str | None, *, filler: bool) -> ParcelId | None:
+        """The most urgent parcel of a queue, filler too or not, but for those that are not for this taker."""
+        found = [self._peek(heap, queue, taker) for heap in self._queues[queue][: 1 + filler]]
         return min((each for each in found if each is not None), key=self._urgency, default=None)
 
-    def last(self, queue: str, barred: str | None) -> ParcelId | None:
+    def last(self, queue: str, taker: str) -> ParcelId | None:
         """The least urgent one."""
-        return self._peek(self._tails[queue], queue, barred)
+        return self._peek(self._tails[queue], queue, taker)
 
     def of(self, device: str) -> list[tuple[ParcelId, WaitingParcel]]:
         """What waits for a device."""
@@ -91,7 +93,7 @@ class Waiting:
                 return device
         return None
 
-    def _peek(self, heap: list[Entry], queue: str, barred: str | None) -> ParcelId | None:
+    def _peek(self, heap: list[Entry], queue: str, taker: str | None) -> ParcelId | None:
         skipped: list[Entry] = []
         found = None
         while heap:
@@ -99,7 +101,7 @@ class Waiting:
             this = self._parcels.get(parcel)
             if this is None or this.queue != queue or this.number != abs(number):
                 heappop(heap)
-            elif barred in this.late_on:
+            elif taker in this.late_on and self._others(this):
                 skipped.append(heappop(heap))
             else:
                 found = parcel
@@ -107,6 +109,11 @@ class Waiting:
         for entry in skipped:
             heappush(heap, entry)
         return found
+
+    def _others(self, this: WaitingParcel) -> bool:
+        """Whether somebody takes parcels who was never late with this one."""
+        late = {name for name in this.late_on if name in self._devices and self._devices[name].active}
+        return len(self._takers) > len(late)
 
     def _entries(self, queue: str) -> list[tuple[WaitingParcel, Entry]]:
         """Those of a queue that have not left it."""

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed import Scheduler, Worker
+from distributed import Scheduler
 from distributed.comm.addressing import get_address_host, parse_address
+from distributed.core import Server
 from tornado.ioloop import PeriodicCallback
 
 from cleave_dask import config
@@ -74,11 +75,14 @@ class SchedulerAdmission:
 class ServerAdmission:
     """Devices at the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, converse: Callable[[str | None], Conversation] | None = None) -> None:
+        """`converse` is a porter's, for devices by the name in their certificate, and for those that have none."""
         self._expected: Expected = lambda run, step, job, tile: None
-        self.guard = _installed(lambda peer: WithServer(peer.name, self._expect))
+        talk = converse or (lambda name: WithServer(str(name), self._expect))
+        strangers = None if converse is None else (lambda: converse(None))
+        self.guard = _installed(lambda peer: talk(peer.name), strangers)
 
-    def attach(self, worker: Worker, expected: Expected) -> None:
+    def attach(self, worker: Server, expected: Expected) -> None:
         """Know which tiles are waited for."""
         require_tls(worker)
         self._expected = expected
@@ -88,9 +92,9 @@ class ServerAdmission:
         return self._expected(run, step, job, tile)
 
 
-def _installed(converse: Callable[[Peer], Conversation]) -> Guard:
+def _installed(converse: Callable[[Peer], Conversation], strangers: Callable[[], Conversation] | None = None) -> Guard:
     register = config.get("security.register")
-    guard = Guard(converse, None if register is None else ServerFolder(Path(register)))
+    guard = Guard(converse, None if register is None else ServerFolder(Path(register)), strangers)
     install(guard)
     return guard
 

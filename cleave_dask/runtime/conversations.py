@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from distributed.protocol import serialize
 from distributed.protocol.serialize import Serialized
+from distributed.protocol.utils import host_array
 
 from cleave_dask.errors import ClusterError
 from cleave_dask.runtime import checking as check
@@ -47,9 +48,17 @@ class Conversation:
         self.name = name
         self.greeted = False
 
+    async def prepare(self, message: Any) -> None:
+        """Learn what must be known before a message with arrays can be allowed them."""
+
     def allow(self, message: Any) -> Allowance:
         """How many bytes of arrays this message may bring."""
         return NO_ARRAYS
+
+    def room(self, nbytes: int) -> memoryview:
+        """Where the numbers of an array are read to."""
+        room: memoryview = host_array(nbytes)
+        return room
 
     def admit(self, message: Any) -> Any:
         """The message as it is acted on."""

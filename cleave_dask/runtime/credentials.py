@@ -103,6 +103,7 @@ class ServerFolder:
 
     def change(self, change: Callable[[Register], Register]) -> Register:
         """Change the register; nobody else does so at the same time."""
+        self.register()  # says so if nobody has served here: then there is nothing to lock either
         with self._locked():
             changed = change(self.register())
             self._write(changed)
@@ -112,6 +113,7 @@ class ServerFolder:
         """A new token for devices."""
         from cleave_dask.runtime.certificates import fingerprint
 
+        self.register()  # as above: no certificate either
         pin = fingerprint(self.files("scheduler").certificate.read_bytes())
         token = make_token(pin, secrets.token_hex)
         self.change(lambda register: register.issue(token, now=now, lifetime=lifetime))

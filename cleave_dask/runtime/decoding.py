@@ -55,6 +55,8 @@ class Wanted:
     nbytes: int
     keep: bool = True
     ahead: int = 0
+    array: bool = False  # whether they are the numbers of an array
+    about: Any = None  # a message that is about to be allowed its arrays: whoever must ask first, asks now
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def receive(allow: Allow) -> Reader:
     message = decode(body, {})
     if count == 1:
         return message
+    yield Wanted(0, about=message)
     allowance, total = allow(message), sum(lengths[1:])
     if total > allowance.nbytes + (count - 1) * SUBHEADER * allowance.keep:
         raise Refused(f"arrays of {total} bytes where at most {allowance.nbytes} are taken")
@@ -110,7 +113,7 @@ def _parts(lengths: tuple[int, ...]) -> Generator[Wanted, memoryview, dict[int, 
         pieces = header.get("num-sub-frames") if isinstance(header, dict) else None
         if not isinstance(pieces, int) or not 0 <= pieces < len(lengths) - frame:
             raise Refused("an array without a description")
-        data = yield Wanted(sum(lengths[frame + 1 : frame + 1 + pieces]))
+        data = yield Wanted(sum(lengths[frame + 1 : frame + 1 + pieces]), array=True)
         parts[frame + 1] = read_array(header, data)
         frame += 1 + pieces
     return parts

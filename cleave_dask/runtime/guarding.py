@@ -26,6 +26,7 @@ from cleave_dask.runtime.credentials import ServerFolder
 from cleave_dask.runtime.decoding import Refused, Wanted, receive
 from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.roles import Peer, peer_of
+from cleave_dask.runtime.streams import fill, read_bytes
 from cleave_dask.runtime.tokens import Register
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,14 @@ _SCRATCH = 1 << 16
 class Guard:
     """What a process of the cluster knows of devices that connect to it."""
 
-    def __init__(self, converse: Callable[[Peer], Conversation], folder: ServerFolder | None) -> None:
+    def __init__(
+        self,
+        converse: Callable[[Peer], Conversation],
+        folder: ServerFolder | None,
+        strangers: Callable[[], Conversation] | None = None,
+    ) -> None:
         self.converse = converse
+        self.strangers = strangers  # how one talks with whoever comes without TLS; None: as Dask does
         self.folder = folder  # None: whoever has a certificate may connect
         self.refused = 0  # connections and messages
         self._register, self._stamp = Register(), 0
@@ -123,6 +130,7 @@ def install(guard: Guard | None = None) -> None:
         for name in kind:
             getattr(tcp, name).comm_class = comm
     listener, connector = tcp.TLSListener, tcp.BaseTCPConnector
+    setattr(tcp, _stock_read.__name__, read_bytes)
     setattr(listener, _stock_prepare.__name__, _prepare_stream)
     setattr(connector, _stock_connect.__name__, _connect)
 
@@ -167,17 +175,19 @@ class _Guarded:
         entered = 0
         async with asyncio.timeout(None if conversation.greeted else PATIENCE) as deadline:
             try:
-                wanted = reader.send(await _read(stream, next(reader)))
+                wanted = reader.send(await _read(stream, next(reader), conversation))
                 if conversation.greeted:
                     deadline.reschedule(now() + 60)
                 while True:
+                    if wanted.about is not None:
+                        await conversation.prepare(wanted.about)
                     if wanted.ahead:
                         if self.gate is not None and wanted.keep:
                             deadline.reschedule(None)
                             await self.gate.enter(0, wanted.ahead)
                             entered = wanted.ahead
                         deadline.reschedule(now() + 60 + wanted.ahead / SLOWEST)
-                    wanted = reader.send(await _read(stream, wanted))
+                    wanted = reader.send(await _read(stream, wanted, conversation))
             except StopIteration as done:
                 return done.value
             finally:
@@ -187,6 +197,12 @@ class _Guarded:
 
 class GuardedTCP(_Guarded, tcp.TCP):
     """A connection without encryption; nobody knows who is there until it says so."""
+
+    def _read_extra(self) -> None:
+        stock: Any = super()
+        stock._read_extra()
+        if _guard is not None and _guard.strangers is not None:
+            self.conversation = _guard.strangers()
 
 
 class GuardedTLS(_Guarded, tcp.TLS):
@@ -207,20 +223,19 @@ class GuardedTLS(_Guarded, tcp.TLS):
             self.gate = _guard.add(self, peer)
 
 
-async def _read(stream: IOStream, wanted: Wanted) -> memoryview:
+async def _read(stream: IOStream, wanted: Wanted, conversation: Conversation) -> memoryview:
     """So many bytes of a stream, into memory that is taken only now."""
     if wanted.keep:
-        buffer = host_array(wanted.nbytes)
-        for start in range(0, wanted.nbytes, tcp.C_INT_MAX):
-            await stream.read_into(buffer[start : start + tcp.C_INT_MAX])  # type: ignore[arg-type]
+        buffer = conversation.room(wanted.nbytes) if wanted.array else host_array(wanted.nbytes)
+        await fill(stream, buffer)
         return buffer
     scratch = host_array(_SCRATCH)
-    left = wanted.nbytes
-    while left:
-        left -= await stream.read_into(scratch[: min(left, _SCRATCH)])  # type: ignore[arg-type]
+    for start in range(0, wanted.nbytes, _SCRATCH):
+        await fill(stream, scratch[: wanted.nbytes - start])
     return scratch[:0]
 
 
+_stock_read: Any = tcp.read_bytes_rw
 _stock_prepare: Any = tcp.TLSListener._prepare_stream
 _stock_connect: Any = tcp.BaseTCPConnector.connect
 

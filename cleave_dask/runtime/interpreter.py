@@ -10,6 +10,7 @@ import torch
 from cleave_dask.errors import InputError
 from cleave_dask.graph.ir import Gemm, Op, Ref, StepGraph, TorchConstant, Value
 from cleave_dask.graph.torch_ops import dtype_of, from_constant, resolve
+from cleave_dask.runtime.logits_torch import run_logits
 
 aten = torch.ops.aten
 
@@ -40,6 +41,8 @@ def run_gemm(gemm: Gemm, env: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
             tensors = [parts[0] for parts in sides]
             backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
             results = backward(*tensors, 0.0, gemm.causal, scale=gemm.scale)
+        case "logit_sums" | "logit_dx" | "logit_dw":
+            results = run_logits(gemm.kind, [parts[0] for parts in sides])
     return tuple(_laid_out(result, value) for result, value in zip(results, gemm.outputs, strict=True))
 
 

@@ -43,8 +43,11 @@ class Kernel(Protocol):
         `kind` is one of those of `graph.ir.Gemm`: gemm (a[m, k], b[k, n]) -> c[m, n]; bmm, the same with a leading
         axis; attention (q[b, h, s, d], k[b, g, t, d], v[b, g, t, d]) -> (out[b, h, s, d], logsumexp[b, h, s]);
         attention_backward (grad_out, q, k, v, out, logsumexp) -> (dq, dk, dv). Query heads i*h/g to (i+1)*h/g share
-        key and value head i. `causal`: row i sees keys 0 to i. `scale` is 1/sqrt(d) if None. Everything is of
-        `dtype`, but for the logsumexp of halves, which is float32.
+        key and value head i. `causal`: row i sees keys 0 to i. `scale` is 1/sqrt(d) if None.
+        logit_sums (x[r, h], w[v, h], targets[r]) -> (logsumexp[r], target's logit[r], 0 if it is not one of the v);
+        logit_dx (x, w, targets, logsumexp[r], slope[r]) -> dx[r, h]; logit_dw (w, x, targets, logsumexp, slope) ->
+        dw[v, h]. Targets, float64, are counted from the first of the v words. Everything else is of `dtype`, but for
+        the logsumexp of halves and what goes with it, which are float32.
         """
         ...
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from cleave_dask.runtime.wire import Array, check_operands, to_wire
+from cleave_dask.graph.steps import LOGITS
+from cleave_dask.runtime.logits_torch import run_logits
+from cleave_dask.runtime.wire import Array, check_operands, operand_dtypes, to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -23,9 +25,7 @@ class TorchKernel:
     ) -> tuple[Array, ...]:
         """The result of a tile; see `kernels.Kernel`."""
         check_operands(kind, arrays, dtype)
-        half_logsumexp = kind == "attention_backward" and dtype in ("float16", "bfloat16")
-        dtypes = [dtype] * (len(arrays) - 1) + ["float32" if half_logsumexp else dtype]
-        operands = [from_wire(array, name) for array, name in zip(arrays, dtypes, strict=True)]
+        operands = [from_wire(array, name) for array, name in zip(arrays, operand_dtypes(kind, dtype), strict=True)]
         with torch.inference_mode():
             results = _run(kind, operands, causal, scale)
             return tuple(to_wire(result.contiguous()) for result in results)
@@ -36,6 +36,8 @@ def _run(kind: str, operands: Sequence[torch.Tensor], causal: bool, scale: float
         return (torch.mm(*operands),)
     if kind == "bmm":
         return (torch.bmm(*operands),)
+    if kind in LOGITS:
+        return run_logits(kind, operands)
     if kind == "attention":
         results: tuple[torch.Tensor, ...] = _ATTENTION(*operands, 0.0, causal, scale=scale)
     else:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from cleave_dask.graph.steps import LOGITS
+from cleave_dask.runtime.kernels_logits import run_logits
 from cleave_dask.runtime.wire import Array, check_operands, logsumexp_dtype, narrow, widen
 
 SCORES = 1 << 18
@@ -50,6 +52,8 @@ class ArrayKernel:
         if kind in ("gemm", "bmm"):
             a, b = operands
             return ((_gemm if kind == "gemm" else _bmm)(self.xp, a, b, dtype),)
+        if kind in LOGITS:
+            return run_logits(self.xp, kind, operands, dtype)
         problem = _Attention.of(self.xp, dtype, causal, scale, operands)
         return problem.forward() if kind == "attention" else problem.backward(operands)
 

@@ -233,12 +233,14 @@ def _array(gemm: Gemm, tiles: Tiles, tasks: dict[Key, OrderedTask], of: tuple[st
     name = f"{gemm.name}-{of[0]}-{of[1]}"
     grid = grid_of(tiles) or ([(0, gemm.m)], [(0, gemm.n)])
     shape = (gemm.m, gemm.n) if gemm.kind == "gemm" else gemm.outputs[0].shape
+    if gemm.kind == "logit_sums":  # all columns make one number for each row
+        grid, shape = ([(0, gemm.m)], [(0, gemm.n)]), (gemm.m, 1)
     blocks = block_tasks(name, tiles, grid, of, dimensions=len(shape))
     wanted = _closure({**tasks, **blocks}, blocks)
     layers = HighLevelGraph({name: wanted}, {name: set()})
-    widths = (shape[0] // gemm.m, shape[1] // gemm.n)  # rows and columns of the array per row and column of the cuboid
-    chunks = [tuple(w * (stop - start) for start, stop in spans) for w, spans in zip(widths, grid, strict=True)]
-    dtype = np.dtype("uint16" if gemm.dtype == "bfloat16" else gemm.dtype)
+    ratios = zip(shape[:2], (gemm.m, gemm.n), grid, strict=True)  # extents of the array, and of the cuboid
+    chunks = [tuple(whole * (stop - start) // cells for start, stop in spans) for whole, cells, spans in ratios]
+    dtype = np.dtype("uint16" if gemm.outputs[0].dtype == "bfloat16" else gemm.outputs[0].dtype)
     return da.Array(layers, name, (*chunks, *((extent,) for extent in shape[2:])), dtype=dtype)
 
 

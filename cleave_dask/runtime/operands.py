@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cleave_dask.graph.ir import Range
+from cleave_dask.graph.ir import LOGITS, Range
 from cleave_dask.runtime.tiles import SliceName, TileSpec, slice_names
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -31,6 +31,8 @@ WHOLE = -1
 
 def operand_slices(spec: TileSpec) -> list[tuple[SliceName, int]]:
     """The operand slices of a tile, and the axis along which each can be in pieces: rows of A, columns of B."""
+    if spec.kind in LOGITS:
+        return [(name, 0) for name in slice_names(spec)]
     return [(name, name[3] if spec.kind == "gemm" else WHOLE) for name in slice_names(spec)]
 
 

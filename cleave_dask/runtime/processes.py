@@ -22,7 +22,7 @@ from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import ProcessInterface, SpecCluster
 
 from cleave_dask import config
-from cleave_dask.errors import ClusterError
+from cleave_dask.errors import ClusterError, InputError
 from cleave_dask.runtime.credentials import ServerFolder
 from cleave_dask.runtime.parent import VARIABLE
 from cleave_dask.runtime.roles import Role
@@ -196,12 +196,18 @@ class ServedCluster(SpecCluster):
         place: Place = HERE,
         dashboard: str = "127.0.0.1:0",
         name: str = "ServedCluster",
+        processes: int | None = None,
     ) -> None:
+        """`processes` of the server; None: as many as the settings say."""
+        count = config.whole("server.processes") if processes is None else processes
+        if count < 1:
+            raise InputError(f"a server of {count} processes; give 1 or more")
         self.folder = mkdtemp(prefix="cleave-")  # logs, until it is closed
         self.server_name = str(config.get("server.name"))
         options = ("--nthreads", "1", "--memory-limit", "0", "--preload", self.preload)
         threads = os.cpu_count() or 1
-        server = WorkerSpec((*options, *place.options("server")), threads, settings=place.settings, place=place)
+        settings = {**place.settings, "DASK_CLEAVE__SERVER__PROCESSES": str(count)}
+        server = WorkerSpec((*options, *place.options("server")), threads, settings=settings, place=place)
         everyone = {self.server_name: server, **(workers or {})}
         address = {"folder": self.folder, "place": place, "dashboard": dashboard}
         super().__init__(

@@ -35,6 +35,7 @@ from cleave_dask.runtime.admission import SchedulerAdmission
 from cleave_dask.runtime.dealing import Dealing
 from cleave_dask.runtime.guarding import Guard
 from cleave_dask.runtime.orders import write_order
+from cleave_dask.runtime.spreading import Spread
 from cleave_dask.runtime.tasks import OrderedTask
 from cleave_dask.runtime.turns import Measurements
 
@@ -80,14 +81,15 @@ class SteeringPlugin(SchedulerPlugin):
         self.quarantined = guard.quarantined()  # devices that sent a wrong tile, and what was wrong
         self._devices: dict[str, WorkerState] = {}  # by name
         self._server: WorkerState | None = None
+        self.spread = Spread()  # of devices over the server's addresses
         self._granted: dict[Key, WorkerState] = {}
         self._sent: set[Key] = set()  # parcels that some device has had
         self._pumping = False
         self._stock_message = scheduler._task_to_msg
         for method, ours in zip(_TAKEN_OVER, (lambda ts: False, self.decide, self.message), strict=True):
             setattr(scheduler, method, ours)
-        for call, answer in (("info", self.info), ("clients", self.clients), ("quarantine", self.quarantine)):
-            scheduler.handlers[f"cleave_{call}"] = answer
+        for answer in (self.info, self.clients, self.quarantine, self.porters):
+            scheduler.handlers[f"cleave_{answer.__name__}"] = answer
         self._stock_status = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.status_changed
         ticking = PeriodicCallback(self.tick, TICK * 1000)
@@ -125,6 +127,12 @@ class SteeringPlugin(SchedulerPlugin):
         self.guard.quarantine(device, why)
         self._tell("quarantined", device, why=why)
 
+    def porters(self, server: str, addresses: list[str]) -> None:
+        """The server has other porters than when it joined."""
+        if self._server is not None and self._server.address == server:
+            self._server.extra["cleave"] = {**self._server.extra["cleave"], "porters": addresses}
+            self._serve(self._server)
+
     # What Dask calls
 
     @_fatal
@@ -153,7 +161,8 @@ class SteeringPlugin(SchedulerPlugin):
         if isinstance(spec, OrderedTask):
             message.update(who_has={}, nbytes={}, run_spec=ToPickle(spec.shipped()))
             if spec.place == "device":
-                server = self._server.address if self._server else ""
+                assert ts.processing_on is not None
+                server = self.spread.of(str(ts.processing_on.name))
                 message["run_spec"] = write_order(spec.args[0], server, ts.key in self._sent)
                 self._sent.add(ts.key)
         return message
@@ -170,7 +179,7 @@ class SteeringPlugin(SchedulerPlugin):
                 ws.name,
             )
         elif facts["role"] == "server":
-            self._server = self._server or ws
+            self._serve(self._server or ws)
         elif facts["role"] == "device":
             self._join(str(ws.name), ws, facts)
         self._pump_soon()
@@ -180,7 +189,7 @@ class SteeringPlugin(SchedulerPlugin):
         """A worker is gone; its parcels have come back through `decide` already."""
         if self._server is not None and self._server.address == worker:
             others = (ws for ws in scheduler.workers.values() if (ws.extra.get("cleave") or {}).get("role") == "server")
-            self._server = next(others, None)
+            self._serve(next(others, None))
         for name in [name for name, ws in self._devices.items() if ws.address == worker and not self._present(ws)]:
             self._gone(name)
         self._pump_soon()
@@ -238,6 +247,11 @@ class SteeringPlugin(SchedulerPlugin):
 
     # Inside
 
+    def _serve(self, ws: WorkerState | None) -> None:
+        """Take a worker for the server from now on, with its porters, or by itself if it has none."""
+        self._server = ws
+        self.spread.offer([] if ws is None else ws.extra["cleave"].get("porters") or [ws.address])
+
     def _take_back(self, parcels: Sequence[Key], stimulus: str) -> None:
         """Have parcels in flight placed anew."""
         recommendations: dict[Key, Any] = {key: "released" for key in parcels if key in self.scheduler.tasks}
@@ -288,6 +302,7 @@ class SteeringPlugin(SchedulerPlugin):
     def _gone(self, name: str) -> None:
         self._tell("left", name)
         del self._devices[name]
+        self.spread.left(name)
         waited = self.dispatcher.urgent(name)
         self.dispatcher.device_left(name)
         for key in waited:
@@ -346,7 +361,7 @@ def dask_setup(scheduler: Scheduler) -> None:
         steering = SteeringPlugin(scheduler, _ADMISSION.guard)
     except (CleaveError, ValueError) as error:
         raise SystemExit(f"the scheduler cannot steer: {error}") from error
-    Measurements(scheduler, measured=steering.device_measured)
+    Measurements(scheduler, steering.spread.of, measured=steering.device_measured)
     _ADMISSION.attach(scheduler)
     scheduler.add_plugin(steering)
     for worker in scheduler.workers:  # who joined while the preload was being imported

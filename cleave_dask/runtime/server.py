@@ -33,8 +33,10 @@ from cleave_dask.runtime.admission import ServerAdmission
 from cleave_dask.runtime.kernels import calm_products
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
+from cleave_dask.runtime.porters import Porters
 from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
 from cleave_dask.runtime.roles import Peer
+from cleave_dask.runtime.server_desk import make_desk
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
@@ -60,6 +62,7 @@ class ServerRuntime:
         self.watches: WeakKeyDictionary[Training, Watch] = WeakKeyDictionary()  # what pages look at
         self.trust = trust
         self._names: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()
+        self.porters: Porters | None = None  # who talks with devices, if there are several processes
         self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
         calls: tuple[Callable[..., Any], ...] = (
             self.cleave_pull,
@@ -88,8 +91,7 @@ class ServerRuntime:
         self, run: str, step: int, job: int, operand: int, first: Range, second: Range
     ) -> dict[str, Any]:
         """An operand slice."""
-        ranges = ((first[0], first[1]), (second[0], second[1]))
-        parts, axis = await self._off_loop(self._run(run).slice, step, job, operand, ranges)
+        parts, axis = await self.off_loop(self.sliced, run, step, job, operand, first, second)
         return {"parts": [to_serialize(part) for part in parts], "axis": axis}
 
     async def cleave_push(
@@ -107,26 +109,14 @@ class ServerRuntime:
         moved: dict[str, tuple[int, float]] | None = None,
     ) -> dict[str, Any]:
         """A tile from a device, with how long it waited for operands and multiplied, and what its links carried."""
-        arrived, identity = self.cleave_clock(), self._identity(comm, device)
-        attempt = Attempt.of(identity, pull_seconds, compute_seconds, timing=timing, moved=moved, arrived=arrived)
-        check = self.trust.checks(identity, chance=randbits(53) / 2**53)
-        try:
-            if identity in self.trust.quarantined:
-                raise StepError(f"{identity} is in quarantine: {self.trust.quarantined[identity]}")
-            await self._off_loop(partial(self._run(run).accept, step, job, tile, arrays, attempt, check=check))
-        except TileRejected as error:
-            await self._quarantine(identity, f"step {step}: {error}")
-            return {"accepted": False, "why": str(error)}
-        except StepError as error:
-            return {"accepted": False, "why": str(error)}
-        if check:
-            self.trust.passed(identity)
-        return {"accepted": True}
+        place = run, step, job, tile
+        told = {"pull_seconds": pull_seconds, "compute_seconds": compute_seconds, "timing": timing, "moved": moved}
+        return await self.push(place, arrays, self._identity(comm, device), arrived=self.cleave_clock(), **told)
 
     async def cleave_wanted(self, run: str, step: int, job: int, tiles: list[int]) -> list[int]:
         """Which of these tiles nobody has delivered yet: asked by a device that takes over a parcel."""
         try:
-            return await self._off_loop(self._run(run).wanted, step, job, tiles)
+            return await self.off_loop(self._run(run).wanted, step, job, tiles)
         except StepError:
             return []  # it is over
 
@@ -163,6 +153,8 @@ class ServerRuntime:
     def cleave_program(self, run: str, plan: Plan) -> None:
         """The program of a step and where its tiles go."""
         self._training(run).load(lower(plan.graph, plan))
+        if self.porters is not None:
+            self.porters.forget_sizes()
 
     def cleave_begin(self, run: str, step: int, batch: dict[str, tuple[Array, str]], first: bool) -> None:
         """Start a step on a batch, an array and its dtype for each source; `first` of an update, or a further one."""
@@ -189,7 +181,7 @@ class ServerRuntime:
         if watch is None:
             watch = self.watches[newest] = Watch(newest)
         known = since if newest.name == run else dict.fromkeys(since, 0)
-        answer = await self._off_loop(partial(watch.look, **known))
+        answer = await self.off_loop(partial(watch.look, **known))
         if "rows" in answer:
             answer["rows"] = {name: (str(column.dtype), column.tobytes()) for name, column in answer["rows"].items()}
         return answer
@@ -197,11 +189,11 @@ class ServerRuntime:
     async def cleave_save(self, run: str, folder: str, limits: dict[str, Any]) -> dict[str, Any]:
         """Write weights and optimizer state to a checkpoint."""
         events = await self.worker.scheduler.events(topic="cleave")
-        return await self._off_loop(save_training, self._training(run), folder, Limits(**limits), events)
+        return await self.off_loop(save_training, self._training(run), folder, Limits(**limits), events)
 
     async def cleave_restore(self, run: str, folder: str, step: int | None, limits: dict[str, Any]) -> dict[str, Any]:
         """Read weights and optimizer state from a checkpoint."""
-        answer = await self._off_loop(restore_training, self._training(run), folder, step, Limits(**limits))
+        answer = await self.off_loop(restore_training, self._training(run), folder, step, Limits(**limits))
         found = answer["interrupted"]
         if found is not None:
             found.update({name: to_serialize(found[name]) for name in ("ranges", "owner")})
@@ -234,7 +226,33 @@ class ServerRuntime:
         self.products[run] = product
         return product
 
-    # Inside
+    # What porters ask (server_desk), and what is told of them
+
+    def sliced(
+        self, run: str, step: int, job: int, operand: int, first: Range, second: Range
+    ) -> tuple[list[Array], int]:
+        """An operand slice in parts, and the axis along which they are joined."""
+        return self._run(run).slice(step, job, operand, ((first[0], first[1]), (second[0], second[1])))
+
+    async def push(
+        self, place: tuple[str, int, int, int], arrays: list[Array], identity: str, **told: Any
+    ) -> dict[str, Any]:
+        """Take in a tile of this run, step, job and number from whoever has been identified."""
+        run, step, job, tile = place
+        attempt = Attempt.of(identity, **told)
+        check = self.trust.checks(identity, chance=randbits(53) / 2**53)
+        try:
+            if identity in self.trust.quarantined:
+                raise StepError(f"{identity} is in quarantine: {self.trust.quarantined[identity]}")
+            await self.off_loop(partial(self._run(run).accept, step, job, tile, arrays, attempt, check=check))
+        except TileRejected as error:
+            await self._quarantine(identity, f"step {step}: {error}")
+            return {"accepted": False, "why": str(error)}
+        except StepError as error:
+            return {"accepted": False, "why": str(error)}
+        if check:
+            self.trust.passed(identity)
+        return {"accepted": True}
 
     def expected(self, run: str, step: int, job: int, tile: int) -> int | None:
         """Bytes of a tile that somebody waits for."""
@@ -242,6 +260,17 @@ class ServerRuntime:
             return self._run(run).tile_nbytes(step, job, tile)
         except StepError:
             return None  # it is over
+
+    async def off_loop(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Numpy and torch work in a thread, so that the event loop stays free for transfers."""
+        return await asyncio.get_running_loop().run_in_executor(self.copies, work, *args)
+
+    async def porters_changed(self) -> None:
+        """Tell the scheduler where devices are to go."""
+        if self.porters is not None:
+            await self.worker.scheduler.cleave_porters(server=self.worker.address, addresses=self.porters.addresses)
+
+    # Inside
 
     def _run(self, run: str) -> Training | Product:
         found = self.trainings.get(run) or self.products.get(run)
@@ -267,18 +296,14 @@ class ServerRuntime:
                 training.distrust(identity)
             await self.worker.scheduler.cleave_quarantine(device=identity, why=why)
 
-    async def _off_loop(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Numpy and torch work in a thread, so that the event loop stays free for transfers."""
-        return await asyncio.get_running_loop().run_in_executor(self.copies, work, *args)
-
 
 _ADMISSION = ServerAdmission()
 
 
-def dask_setup(worker: Worker) -> None:
+async def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
     try:
-        trust = Trust(config.get("verify"))
+        trust, porters = Trust(config.get("verify")), config.whole("server.processes") - 1
         trust.quarantined.update(_ADMISSION.guard.quarantined())
     except CleaveError as error:  # Dask would only log it, and go on as a worker that is no server
         raise SystemExit(f"the server cannot start: {error}") from error
@@ -286,10 +311,19 @@ def dask_setup(worker: Worker) -> None:
     runtime = ServerRuntime(worker, trust)
     worker.extensions["cleave"] = runtime
     _ADMISSION.attach(worker, runtime.expected)
-    facts = {"role": "server", "version": __version__}
-    worker.startup_information["cleave"] = lambda _: facts
+    if porters:
+        runtime.porters = Porters(porters, worker, worker.security, make_desk(runtime), runtime.porters_changed)
+        runtime.porters.start()
+    worker.startup_information["cleave"] = lambda _: {
+        "role": "server",
+        "version": __version__,
+        "porters": [] if runtime.porters is None else runtime.porters.addresses,
+    }
 
 
-def dask_teardown(worker: Worker) -> None:
-    """Stop the copying threads."""
-    worker.extensions["cleave"].copies.shutdown(wait=False, cancel_futures=True)
+async def dask_teardown(worker: Worker) -> None:
+    """Stop the copying threads, and the porters."""
+    runtime: ServerRuntime = worker.extensions["cleave"]
+    runtime.copies.shutdown(wait=False, cancel_futures=True)
+    if runtime.porters is not None:
+        await runtime.porters.close()

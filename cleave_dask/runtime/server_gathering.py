@@ -15,9 +15,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from cleave_dask.graph.ir import Gemm, Operand, Range
+from cleave_dask.graph.ir import LOGITS, Gemm, Operand, Range
 from cleave_dask.graph.torch_ops import dtype_of
 from cleave_dask.planning.cost import extent
+from cleave_dask.planning.slices import SIDED
 from cleave_dask.planning.values import Tile
 from cleave_dask.runtime.interpreter import empty_output
 from cleave_dask.runtime.wire import to_wire, wire_dtype
@@ -106,7 +107,7 @@ def operand_slice(
 ) -> tuple[list[Array], int]:
     """The parts of an operand's slice, ready to send, and the axis along which the device joins them."""
     operand = gemm.inputs[number]
-    spans = ranges if gemm.kind == "gemm" else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
+    spans = ranges if gemm.kind in SIDED else (ranges[0], _heads(gemm, operand.shape, ranges[1]))
     parts = [convert(_narrow(read(operand.parts[index].name), inner)) for index, inner in _parts_within(operand, spans)]
     return parts, operand.axis
 
@@ -143,6 +144,8 @@ def tile_forms(gemm: Gemm, tile: Tile) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each array of a tile, as its device sends it."""
     if gemm.kind == "gemm":
         return [((extent(tile.rows), extent(tile.cols)), gemm.tile_dtype)]
+    if gemm.kind in LOGITS:
+        return [((extent(tile.rows), *value.shape[1:]), gemm.sent_dtype(value)) for value in gemm.outputs]
     return [
         ((extent(tile.rows), extent(_heads(gemm, value.shape, tile.cols)), *value.shape[2:]), gemm.sent_dtype(value))
         for value in gemm.outputs
@@ -166,7 +169,7 @@ class Gathering:
         self.outputs = [empty_output(value) for value in gemm.outputs]
         self.accepted: set[int] = set()
         self._early: dict[int, list[torch.Tensor]] = {}
-        self._waiting, self._followers = _chains(tiles)
+        self._waiting, self._followers = _chains(tiles, by_columns=gemm.kind == "logit_sums")
         self._lock = Lock()
 
     @property
@@ -230,7 +233,12 @@ class Gathering:
         return from_wire(array, dtype)
 
     def _add(self, tile: Tile, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the first tile of a place along k, add the later ones."""
+        """Write the first tile of a place along k, add the later ones; of a head's sums along its columns."""
+        if self.gemm.kind == "logit_sums" and tile.cols[0] > 0:
+            (sums, more), (logit, found) = self._places(tile, tensors)
+            torch.logaddexp(sums, more, out=sums)
+            logit.add_(found)
+            return
         first = tile.ks[0] == 0
         for place, piece in self._places(tile, tensors):
             if first:
@@ -242,6 +250,9 @@ class Gathering:
         """Where each piece of a tile goes in the outputs."""
         if self.gemm.kind != "gemm":
             for output, tensor in zip(self.outputs, tensors, strict=True):
+                if self.gemm.kind in LOGITS:
+                    yield _narrow(output, (tile.rows,)), tensor
+                    continue
                 yield _narrow(output, (tile.rows, _heads(self.gemm, tuple(output.shape), tile.cols))), tensor
             return
         joined = Operand(self.gemm.outputs, axis=self.gemm.out_axis)
@@ -260,19 +271,20 @@ class Gathering:
 
     def block(self, rows: Range, cols: Range) -> Array:
         """A copy of one block of the first output."""
-        if self.gemm.kind != "gemm":
+        if self.gemm.kind not in SIDED:
             cols = _heads(self.gemm, self.gemm.outputs[0].shape, cols)
-        spans = (rows, cols)
-        return np.array(to_wire(_narrow(self.outputs[0], spans)))
+        found = _narrow(self.outputs[0], (rows, cols))
+        return np.array(to_wire(found if found.ndim > 1 else found[:, None]))
 
 
-def _chains(tiles: Sequence[Tile]) -> tuple[list[int], list[list[int]]]:
-    """For each tile how many earlier ones along k it must wait for, and which later ones wait for it."""
+def _chains(tiles: Sequence[Tile], *, by_columns: bool) -> tuple[list[int], list[list[int]]]:
+    """For each tile how many earlier ones along k, or columns, it must wait for, and which later ones wait for it."""
     waiting = [0] * len(tiles)
     followers: list[list[int]] = [[] for _ in tiles]
-    if all(tile.ks[0] == 0 for tile in tiles):
+    sides = [(tile.rows, tile.ks, tile.cols) if by_columns else (tile.rows, tile.cols, tile.ks) for tile in tiles]
+    if all(along[0] == 0 for _, _, along in sides):
         return waiting, followers
-    cuts = np.array([(*tile.rows, *tile.cols, tile.ks[0]) for tile in tiles])
+    cuts = np.array([(*rows, *across, along[0]) for rows, across, along in sides])
     for number, (r0, r1, c0, c1, k0) in enumerate(cuts):
         later = (cuts[:, 4] > k0) & (cuts[:, 0] < r1) & (r0 < cuts[:, 1]) & (cuts[:, 2] < c1) & (c0 < cuts[:, 3])
         followers[number] = np.flatnonzero(later).tolist()

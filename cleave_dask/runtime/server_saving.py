@@ -106,6 +106,9 @@ def restore_training(training: Training, folder: str, step: int | None, limits: 
     }
     state = TileStore(folder).load(step, expect=Expectation(own))
     document = state.document
+    if absent := {"step", "optimizer", "random_state"} - document.keys():
+        wrote = f"cleave-dask {document.get('version', 'of an unknown version')}"
+        raise CheckpointError(f"{folder} was written by {wrote}, without {min(absent)}; resume it with that version")
     others = {name: array for name, array in state.arrays.items() if not name.startswith(_WEIGHTS)}
     with training.updating, torch.no_grad():
         restore(training.optimizer, training.lr_schedule, _names(training), others, document["optimizer"])

@@ -24,28 +24,26 @@ class Watch:
         self.training = training
         self._sums: dict[str, list[float]] = {}  # by device, as `device_sums` orders them
         self._counted = 0
-        self._summary: dict[str, Any] = {}
 
     def look(self, *, rows: int, records: int, program: int) -> dict[str, Any]:
-        """What is new since row `rows`, record `records` and program `program`."""
+        """What is new since row `rows`, record `records` and program `program`; sums of devices that have new rows."""
         began = thread_time()
         training = self.training
         first = max(rows, training.trace.count - MOST_ROWS)
-        traces, following = training.trace.parts(first)
+        fresh, touched, following = self._take(rows, first)
         newest, next_record = training.history.since(records)
         answer: dict[str, Any] = {
             "run": training.name,
             "progress": progress(training),
             "records": newest,
-            "sums": self._add_up(),
+            "sums": {device: self._sums[device] for device in touched},
             "next": {"rows": following, "records": next_record, "program": training.programs},
         }
         if training.lowered is not None:
             plan = training.lowered.plan
-            answer["rows"], answer["names"] = with_predictions(Trace.joined(traces), list(training.plans), first)
+            answer["rows"], answer["names"] = with_predictions(Trace.joined(fresh), list(training.plans), first)
             if newest:
-                self._summary = self._last_step()
-            answer["summary"] = self._summary
+                answer["summary"] = self._last_step()
             if program != training.programs:
                 answer["plan"] = plan_facts(plan)
         answer["cpu"] = thread_time() - began
@@ -69,14 +67,22 @@ class Watch:
         plan = next((plan for start, plan in reversed(plans) if start <= first), plans[0][1])
         return {**step_summary(plan, rows), "figures": self.training.calibration.figures()}
 
-    def _add_up(self) -> dict[str, list[float]]:
-        """Sums over all attempts so far, by device."""
-        parts, self._counted = self.training.trace.parts(self._counted)
+    def _take(self, known: int, first: int) -> tuple[list[Trace], set[str], int]:
+        """Rows from `first` on, devices that have rows from `known` on, the next row; sums are those of all rows."""
+        parts, following = self.training.trace.parts(min(known, self._counted))
+        begin = following - sum(map(len, parts))
+        fresh: list[Trace] = []
+        touched: set[str] = set()
         for part in parts:
-            for device, new in device_sums(part).items():
+            for device, new in device_sums(part.where(slice(max(0, self._counted - begin), None))).items():
                 before = self._sums.get(device, [0.0] * len(new))
                 self._sums[device] = [one + other for one, other in zip(before, new, strict=True)]
-        return self._sums
+            if begin + len(part) > known:
+                touched.update(part.names["device"])
+            fresh.append(part.where(slice(max(0, first - begin), None)))
+            begin += len(part)
+        self._counted = following
+        return fresh, touched, following
 
 
 def progress(training: Training) -> dict[str, Any]:

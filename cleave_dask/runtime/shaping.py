@@ -19,7 +19,7 @@ from time import perf_counter, sleep
 from typing import TypeVar
 
 from cleave_dask.formatting import quantity
-from cleave_dask.graph.ir import BACKWARD_WORK
+from cleave_dask.graph.ir import BACKWARD_WORK, LOGITS
 from cleave_dask.planning.cost import UNDER_WAY
 from cleave_dask.runtime.kernels import Kernel
 from cleave_dask.runtime.wire import Array
@@ -196,6 +196,9 @@ def operations(kind: str, arrays: Sequence[Array], *, causal: bool = False) -> f
     if kind in ("gemm", "bmm"):
         a, b = arrays
         return 2.0 * float(prod(a.shape)) * float(b.shape[-1])
+    if kind in LOGITS:
+        products = 1 if kind == "logit_sums" else 2
+        return 2.0 * products * float(prod(arrays[0].shape)) * float(arrays[1].shape[0])
     query, key = arrays[-5:-3] if kind == "attention_backward" else arrays[:2]
     forward = 4.0 * float(prod(query.shape)) * float(key.shape[2]) * (0.5 if causal else 1.0)
     return forward * BACKWARD_WORK if kind == "attention_backward" else forward

@@ -131,6 +131,15 @@ class TileStore:
             raise CheckpointError(self._damaged(step, damage)) from damage
         return State(arrays, content["document"], _identity(folder, checksum))
 
+    def check(self, expect: Expectation) -> None:
+        """Refuse a newest step of another model or format, as `load` would, from its manifest alone."""
+        step, folder = self._find(None)
+        try:
+            content, _ = read_manifest(folder)
+        except OSError as damage:
+            raise CheckpointError(self._damaged(step, damage)) from damage
+        _check_model(content, folder, expect)
+
     def verify(self, step: int) -> bool:
         """Whether every byte of a step is as it was written."""
         try:
@@ -241,8 +250,11 @@ class TileStore:
 
     def _damaged(self, step: int, damage: OSError) -> str:
         """What is wrong with a step, and which other one is whole."""
-        whole = next((other for other in reversed(self.steps()) if other != step and self.verify(other)), None)
-        remedy = "no other step is whole" if whole is None else f"resume from step {whole}, which is whole"
+        places = self._places()
+        whole = next((other for other in reversed(places) if other != step and self.verify(other)), None)
+        remedy = "no other step is whole"
+        if whole is not None:
+            remedy = f"without {places[step].name}, a resume is from step {whole}, which is whole: rename that folder"
         return f"step {step} in {self.folder} is damaged: {damage}; {remedy}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cleave_dask.graph.ir import ITEMSIZE, Range
-from cleave_dask.planning.slices import newly
+from cleave_dask.planning.slices import SIDED, newly, results, turned
 
 MANY = 1 << 40
 """Bytes that count as many."""
@@ -67,13 +67,29 @@ class ParcelSpec:
 def slice_names(spec: TileSpec) -> list[SliceName]:
     """The operand slices of a tile, in the order that its kernel takes them.
 
-    A gemm's operands are cut as A[rows, ks] and B[ks, cols]; every other kind's along batch and head group.
+    A gemm's operands are cut as A[rows, ks] and B[ks, cols]; those of a head by vocabulary along their first axis;
+    every other kind's along batch and head group.
     """
     run, step, job = spec.run, spec.step, spec.job
-    if spec.kind == "gemm":
-        return [(run, step, job, 0, spec.rows, spec.ks), (run, step, job, 1, spec.ks, spec.cols)]
-    count = {"bmm": 2, "attention": 3, "attention_backward": 6}[spec.kind]
-    return [(run, step, job, operand, spec.rows, spec.cols) for operand in range(count)]
+    spans = sliced(spec.kind, spec.rows, spec.cols, spec.ks)
+    return [(run, step, job, operand, *ranges) for operand, ranges in enumerate(spans)]
+
+
+def sliced(kind: str, rows: Range, cols: Range, ks: Range) -> list[tuple[Range, Range]]:
+    """The ranges of each operand of a tile along its first two axes."""
+    match kind:
+        case "gemm":
+            return [(rows, ks), (ks, cols)]
+        case "logit_sums":
+            return [(rows, ks), (cols, ks), (rows, (0, 1))]
+        case "logit_dx" | "logit_dw":
+            return [(rows, cols), (ks, cols), *[(rows if kind == "logit_dx" else ks, (0, 1))] * 3]
+    return [(rows, cols)] * {"bmm": 2, "attention": 3, "attention_backward": 6}[kind]
+
+
+def first_word(kind: str, rows: Range, cols: Range, ks: Range) -> int:
+    """The first word of a tile's vocabulary, from which its targets are counted."""
+    return {"logit_sums": cols, "logit_dx": ks, "logit_dw": rows}[kind][0]
 
 
 def own_bytes(specs: Sequence[TileSpec]) -> list[int]:
@@ -81,11 +97,12 @@ def own_bytes(specs: Sequence[TileSpec]) -> list[int]:
 
     Those of an attention depend on more than is known here, and count as many.
     """
-    if not specs or specs[0].kind != "gemm":
+    if not specs or specs[0].kind not in SIDED:
         return [MANY] * len(specs)
-    rows, cols, ks = (np.array([getattr(spec, axis) for spec in specs]) for axis in ("rows", "cols", "ks"))
-    layer = np.unique(ks, axis=0, return_inverse=True)[1].reshape(-1)
-    fresh = (newly(layer, *rows.T) + newly(layer, *cols.T)) * np.diff(ks).ravel()
-    results = np.diff(rows).ravel() * np.diff(cols).ravel()
-    sizes: list[int] = ((fresh + results).astype(np.int64) * ITEMSIZE[specs[0].dtype]).tolist()
+    kind, ranges = specs[0].kind, np.array([(*spec.rows, *spec.cols, *spec.ks) for spec in specs])
+    made = results(kind, ranges[:, 1::2] - ranges[:, 0::2])
+    ranges = turned(kind, ranges)
+    layer = np.unique(ranges[:, 4:], axis=0, return_inverse=True)[1].reshape(-1)
+    fresh = (newly(layer, *ranges[:, :2].T) + newly(layer, *ranges[:, 2:4].T)) * (ranges[:, 5] - ranges[:, 4])
+    sizes: list[int] = ((fresh + made).astype(np.int64) * ITEMSIZE[specs[0].dtype]).tolist()
     return sizes

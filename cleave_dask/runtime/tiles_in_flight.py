@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from cleave_dask._version import __version__
+from cleave_dask.graph.ir import LOGITS
 from cleave_dask.runtime.background import Background
 from cleave_dask.runtime.interrupted import PREFIX, folders, grid_arrays, grid_head
 from cleave_dask.runtime.lowering import Lowered
@@ -206,6 +207,9 @@ class TilesInFlight:
 def _row_forms(job: Job) -> list[tuple[int, str]]:
     """For each output of a job's tiles the numbers in its largest tile, and their dtype."""
     gemm = job.gemm
+    if gemm.kind in LOGITS:
+        rows = max(stop - start for start, stop in (tile.rows for tile in job.tiles))
+        return [(rows * math.prod(value.shape[1:]), gemm.sent_dtype(value)) for value in gemm.outputs]
     ranges = np.array([(*tile.rows, *tile.cols) for tile in job.tiles], dtype=np.int64)
     cells = int(((ranges[:, 1] - ranges[:, 0]) * (ranges[:, 3] - ranges[:, 2])).max())
     if gemm.kind == "gemm":

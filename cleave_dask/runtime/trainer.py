@@ -188,7 +188,7 @@ class Trainer:
 
     @property
     def graph(self) -> StepGraph:
-        """The captured step graph; there is none before the first step."""
+        """The step graph in the form that is planned; there is none before the first step."""
         return self._ready().graph
 
     @property
@@ -302,10 +302,10 @@ class Trainer:
     def _load(self) -> None:
         """Hand the program to the server."""
         assert self._adapter is not None
-        self._use(self._adapter.graph, self._adapter.plan)
+        self._use(self._adapter.plan)
 
-    def _use(self, graph: StepGraph, plan: Plan) -> None:
-        self._lowered = lower(graph, plan)
+    def _use(self, plan: Plan) -> None:
+        self._lowered = lower(plan.graph, plan)
         self._call("cleave_program", plan=to_serialize(plan))
 
     def _take_up(self) -> None:
@@ -316,7 +316,7 @@ class Trainer:
             self.interrupted = None
             if plan is not None:
                 self._detour = True
-                self._use(self.graph, plan)
+                self._use(plan)
 
     def _return(self) -> None:
         """Go back to this trainer's own plan after a step on another grid."""

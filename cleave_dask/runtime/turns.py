@@ -68,8 +68,14 @@ class Turns:
 class Measurements:
     """What devices measure of themselves, as the scheduler keeps it: in `ws.extra["cleave"]`."""
 
-    def __init__(self, scheduler: Scheduler, measured: Callable[[WorkerState], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        address: Callable[[str], str],
+        measured: Callable[[WorkerState], None] = lambda _: None,
+    ) -> None:
         self.scheduler = scheduler
+        self.address = address  # of the server, for the device of a name
         self.tell = measured  # who else wants to know
         self.turns = Turns()
         scheduler.handlers.update(cleave_turn=self.turn, cleave_measured=self.measured)
@@ -79,8 +85,8 @@ class Measurements:
         now = monotonic()
         for other in [other for other in self.turns.line if other not in self.scheduler.workers]:
             self.turns.end(other, now)
-        servers = [ws for ws in self.scheduler.workers.values() if _facts(ws).get("role") == "server"]
-        if not servers or worker not in self.scheduler.workers:
+        server = self.address(str(self.scheduler.workers[worker].name)) if worker in self.scheduler.workers else ""
+        if not server:
             return {"wait": USUAL}
         before = set(self.turns.line)
         wait = self.turns.ask(worker, now)
@@ -88,7 +94,7 @@ class Measurements:
             ws = self.scheduler.workers[silent]
             logger.warning("Device %s did not measure itself in time; it is planned for with what it said", ws.name)
             ws.extra["cleave"] = {**_facts(ws), "measuring": False}
-        return {"wait": wait} if wait else {"wait": 0.0, "server": min(ws.address for ws in servers)}
+        return {"wait": wait} if wait else {"wait": 0.0, "server": server}
 
     def measured(self, worker: str, figures: Mapping[str, Any]) -> None:
         """A device has measured itself, or has given it up; its turn is over."""

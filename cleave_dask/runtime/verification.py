@@ -46,8 +46,9 @@ not is asked for no more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import sqrt
 from typing import Any, Self
@@ -66,8 +67,10 @@ EXAMINED = 32
 """Elements beyond the statistical bound whose drift is looked at, the worst ones first."""
 SAMPLED = 64
 """Rows of B that tell the scale of its columns, which need not be exact."""
-BLOCK = 1 << 16
-"""Numbers of a matrix that are multiplied by vectors at a time: 256 KB in float32."""
+RUN = 16
+"""How many of them lie together: a line of the cache."""
+BLOCK = 1 << 18
+"""Numbers of a matrix that are multiplied by vectors at a time: 1 MB in float32."""
 REFERENCE = 1 << 21
 """Numbers of B that are held in float64 at a time when elements are multiplied again: 16 MB."""
 
@@ -150,6 +153,17 @@ class Slices:
         """One array."""
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts, axis=self.axis)
 
+    def rows(self, which: Array) -> Array:
+        """Some rows of it, as one array."""
+        if self.axis == 1:
+            return np.concatenate([part[which] for part in self.parts], axis=1)
+        ends = np.cumsum([len(part) for part in self.parts])
+        parts = np.searchsorted(ends, which, side="right")
+        found = np.empty((len(which), self.shape[1]), self.parts[0].dtype)
+        for number, part in enumerate(self.parts):
+            found[parts == number] = part[which[parts == number] - (ends[number] - len(part))]
+        return found
+
     def times(self, dtype: str, vectors: Array) -> Array:
         """The matrix times vectors."""
         if self.axis == 0:
@@ -167,6 +181,7 @@ class RightSide:
     b: tuple[Slices, ...]  # side by side
     dtype: str
     fits: Array  # columns whose squares can be summed
+    zero: Array  # columns of zeros
     x: Array  # scaled vectors, 0 in columns that do not fit
     y: Array  # B x
 
@@ -174,46 +189,64 @@ class RightSide:
     def of(cls, b: Array | Slices, dtype: str, seed: list[int]) -> Self:
         """Draw the vectors of a slice and multiply it by them."""
         precision, b = PRECISIONS[dtype], b if isinstance(b, Slices) else Slices((b,))
+        rng = np.random.default_rng(seed)
         with np.errstate(all="ignore"):
-            scale = _column_scale(_sampled(b, dtype), precision)
-            if not scale.all():
-                scale = _column_scale(_wide(b.whole, dtype), precision)
+            scale = _column_scale(b, dtype, rng)
             fits = scale > 0
-            x = (scale[:, None] * _vectors(seed, len(scale), precision.sums)).astype(precision.sums, copy=False)
-            y = b.times(dtype, x) if fits.all() else np.where(fits, _wide(b.whole, dtype), 0) @ x
-            return cls((b,), dtype, fits, x, y)
+            x = (scale[:, None] * _vectors(rng, len(scale), precision.sums)).astype(precision.sums, copy=False)
+            y = b.times(dtype, x)
+            if not fits.all() and not np.isfinite(y).all():  # a column that is not finite, times zero
+                y = np.where(fits, _wide(b.whole, dtype), 0) @ x
+            zero = np.zeros(len(fits), bool)
+            zero[~fits] = (widen(b.T.rows(np.flatnonzero(~fits)), dtype) == 0).all(axis=1)
+            return cls((b,), dtype, fits, zero, x, y)
 
     @classmethod
     def joined(cls, sides: Sequence[Self]) -> Self:
         """Slices that lie side by side, as one."""
         if len(sides) == 1:
             return sides[0]
-        fits, x = (np.concatenate([getattr(side, name) for side in sides]) for name in ("fits", "x"))
+        fits, zero, x = (np.concatenate([getattr(side, name) for side in sides]) for name in ("fits", "zero", "x"))
         y = np.sum([side.y for side in sides], axis=0)
-        return cls(tuple(part for side in sides for part in side.b), sides[0].dtype, fits, x, y)
+        return cls(tuple(part for side in sides for part in side.b), sides[0].dtype, fits, zero, x, y)
 
-    def verify(self, a: Array | Slices, c: Array) -> bool:
-        """Whether c is a @ b, for matrices of agreeing shapes."""
+    def verify(self, a: Array | Slices, c: Array, expected: Array | None = None) -> bool:
+        """Whether c is a @ b, for matrices of agreeing shapes; `expected` is a @ y where that is known already."""
         a = a if isinstance(a, Slices) else Slices((a,))
         if c.size == 0 or a.shape[1] == 0:
             return not c.any()
         precision, dtype = PRECISIONS[self.dtype], self.dtype
-        product = c
         with np.errstate(all="ignore"):
-            sieved = product
-            if not self.fits.all():
+            expected = a.times(dtype, self.y) if expected is None else expected
+            sieved, kind = c, dtype
+            odd = np.flatnonzero(~self.fits)  # columns out of the range in which squares can be summed, or of zeros
+            odd = odd[~self.zero[odd] | (widen(c[:, odd], dtype) != 0).any(axis=0)]
+            if odd.size:
                 left, wide, product = (_wide(array, dtype) for array in (a.whole, self._whole(), c))
-                a, dtype = Slices((left,)), precision.sums  # in which they are now
-                odd = np.flatnonzero(~self.fits)  # columns of zeros, or out of the range in which squares can be summed
-                odd = odd[wide[:, odd].any(axis=0) | product[:, odd].any(axis=0)]
-                if odd.size and not _elements_right(left, wide[:, odd], product[:, odd], np.arange(len(c)), precision):
+                if not _elements_right(left, wide[:, odd], product[:, odd], np.arange(len(c)), precision):
                     return False
-                sieved = np.where(self.fits, product, 0)
-            rows = _suspects(a, sieved, dtype, precision, self)
+                sieved, kind = np.where(self.fits, product, 0), precision.sums
+            rows = self._suspects(a, sieved, kind, expected)
             if rows.size == 0:
                 return True
-            left, product, wide = _wide(a.whole, dtype), _wide(product, dtype), _wide(self._whole(), self.dtype)
+            left, product, wide = (_wide(array, dtype) for array in (a.whole, c, self._whole()))
             return _elements_right(left, wide, product, rows, precision)
+
+    def _suspects(self, a: Slices, c: Array, kind: str, expected: Array) -> Array:
+        """Rows whose residual is not explained by typical rounding, the least explained first; `kind` is c's dtype."""
+        precision, dtype = PRECISIONS[self.dtype], self.dtype
+        residual, size = _mean_square(_times(c, kind, self.x) - expected), _mean_square(expected)
+        sums, halves = precision.sum_unit**2 * (a.shape[1] + c.shape[1]), precision.unit**2
+        rows = np.flatnonzero(~((residual <= (2 * sums + halves) * size) & np.isfinite(size)))
+        if rows.size == 0:
+            return rows
+        walk = np.square(widen(a.rows(rows), dtype), dtype="float64") @ _mean_square(self.y)
+        size = np.square(widen(c[rows], kind), dtype="float64") @ _mean_square(self.x)
+        excess = residual[rows] / (sums * (walk + size) + halves * size)
+        excess[~np.isfinite(walk + size + excess)] = np.inf
+        order = np.argsort(-excess)
+        suspects: Array = rows[order[excess[order] > 1]]
+        return suspects
 
     def _whole(self) -> Array:
         return np.concatenate([part.whole for part in self.b], axis=1) if len(self.b) > 1 else self.b[0].whole
@@ -229,65 +262,69 @@ def _wide(array: Array, dtype: str) -> Array:
 
 
 def _times(array: Array, dtype: str, vectors: Array) -> Array:
-    """A matrix times vectors, a block of rows at a time.
+    """A matrix times vectors, a block of the rows that its memory has at a time.
 
-    Halves are widened by blocks, which are still in the cache when they are used; and BLAS takes blocks of this size as
-    they are, where it would copy a larger matrix for the sake of a few vectors.
+    Halves are widened by blocks, which are still in the cache when they are used. Smaller blocks cost more: BLAS copies
+    the vectors for each of them.
     """
-    if array.strides[0] < array.strides[1] and PRECISIONS[dtype].unit == 0:
-        return np.asarray(_wide(array, dtype) @ vectors)
-    result = np.zeros((len(array), vectors.shape[1]), vectors.dtype)
+    count = vectors.shape[1]
     if array.strides[0] < array.strides[1]:  # columns are in one piece, not rows
-        count = max(1, BLOCK // max(1, len(array)))
-        for first in range(0, array.shape[1], count):
-            some = slice(first, first + count)
-            result += widen(array[:, some], dtype) @ vectors[some]
-        return result
-    count = max(1, BLOCK // max(1, array.shape[1]))
-    for first in range(0, len(array), count):
-        some = slice(first, first + count)
+        across, total = np.ascontiguousarray(vectors.T), np.zeros((count, len(array)), vectors.dtype)
+        for some in _blocks(array.T):
+            total += across[:, some] @ _wide(array.T[some], dtype)
+        return total.T
+    vectors = np.asfortranarray(vectors) if count <= VECTORS else np.ascontiguousarray(vectors)
+    result = np.empty((len(array), count), vectors.dtype)
+    for some in _blocks(array):
         np.matmul(_wide(array[some], dtype), vectors, out=result[some])
     return result
 
 
-def _sampled(b: Slices, dtype: str) -> Array:
-    """Some rows of a matrix."""
-    step = max(1, b.shape[0] // SAMPLED)
-    parts = [part[::step] for part in b.parts]
-    return np.asarray(widen(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=b.axis), dtype))
+def _blocks(array: Array) -> Iterator[slice]:
+    """The rows of a matrix, about BLOCK of its numbers at a time."""
+    count = max(8, BLOCK // max(1, array.shape[1]))
+    return (slice(first, first + count) for first in range(0, len(array), count))
 
 
-def _column_scale(b: Array, precision: Precision) -> Array:
-    """What brings each column to norm 1; 0 where that is out of range, as for columns of zeros."""
-    energy = np.einsum("ij,ij->j", b, b)
-    low, high = precision.squares
+def _column_scale(b: Slices, dtype: str, rng: np.random.Generator) -> Array:
+    """What brings each column to norm 1, about; 0 where that is out of range, as for columns of zeros."""
+    scale = _scale_by(b, dtype, partial(_runs, rng=rng))
+    return scale if scale.all() else _scale_by(b, dtype, _blocks)
+
+
+def _scale_by(b: Slices, dtype: str, choose: Callable[[Array], Iterable[slice]]) -> Array:
+    """What brings each column to norm 1 in the rows that are chosen of each part."""
+    each = [_energy((widen(part[some], dtype) for some in choose(part)), part.shape[1], dtype) for part in b.parts]
+    energy = np.sum(each, axis=0) if b.axis == 0 else np.concatenate(each)
+    low, high = PRECISIONS[dtype].squares
     return np.asarray(np.where((energy > low) & (energy < high), 1 / np.sqrt(energy), 0))
 
 
-def _vectors(seed: list[int], count: int, dtype: Any) -> Array:
+def _energy(blocks: Iterable[Array], columns: int, dtype: str) -> Array:
+    """The sum of squares of each column."""
+    energy = np.zeros(columns, PRECISIONS[dtype].sums)
+    for block in blocks:
+        energy += np.einsum("ij,ij->j", block, block)
+    return energy
+
+
+def _runs(array: Array, rng: np.random.Generator) -> Iterator[slice]:
+    """SAMPLED rows in runs from a random place on: sequences begin at even ones, with numbers unlike the others.
+
+    Where columns are in one piece, rows apart from each other would cost as much of the memory as all of them.
+    """
+    step = max(RUN, len(array) * RUN // SAMPLED)
+    first = int(rng.integers(step - RUN + 1))
+    return (slice(start, start + RUN) for start in range(first, len(array), step))
+
+
+def _vectors(rng: np.random.Generator, count: int, dtype: Any) -> Array:
     """Random vectors with entries uniform in +-[1/2, 3/2]."""
-    entries: Array = np.random.default_rng(seed).random((count, VECTORS), dtype=dtype)
+    entries: Array = rng.random((count, VECTORS), dtype=dtype)
     entries *= 2
     entries -= 1
     entries += np.copysign(0.5, entries, dtype=dtype)
     return entries
-
-
-def _suspects(a: Slices, c: Array, dtype: str, precision: Precision, side: RightSide) -> Array:
-    """Rows whose residual is not explained by typical rounding, the least explained first."""
-    product = a.times(dtype, side.y)
-    residual, found = _mean_square(_times(c, dtype, side.x) - product), _mean_square(product)
-    sums, halves = precision.sum_unit**2 * (a.shape[1] + c.shape[1]), precision.unit**2
-    rows = np.flatnonzero(~((residual <= (2 * sums + halves) * found) & np.isfinite(found)))
-    if rows.size == 0:
-        return rows
-    walk = np.square(widen(a.whole[rows], dtype), dtype="float64") @ _mean_square(side.y)
-    size = np.square(widen(c[rows], dtype), dtype="float64") @ _mean_square(side.x)
-    excess = residual[rows] / (sums * (walk + size) + halves * size)
-    excess[~np.isfinite(walk + size + excess)] = np.inf
-    order = np.argsort(-excess)
-    suspects: Array = rows[order[excess[order] > 1]]
-    return suspects
 
 
 def _mean_square(vectors: Array) -> Array:

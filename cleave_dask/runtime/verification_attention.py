@@ -66,7 +66,7 @@ def _verify(
     pairs, share = k.shape[0] * k.shape[1], q.shape[1] // k.shape[1]
     by_query, by_key = (wide[:1], wide[1:]) if backward else (wide, [])
     odd_rows, odd_keys = _odd(by_query, pairs, share * q.shape[2]), _odd(by_key, pairs, k.shape[2])
-    for pair in _drawn(rng, np.asarray(odd_rows.any(axis=1) | odd_keys.any(axis=1)), PAIRS):
+    for pair in drawn(rng, np.asarray(odd_rows.any(axis=1) | odd_keys.any(axis=1)), PAIRS):
         batch, group = divmod(int(pair), k.shape[1])
         heads = slice(group * share, (group + 1) * share)
         queried = "yynnyy" if backward else "ynn", "ynn" if backward else "yy"  # which have heads of queries
@@ -74,8 +74,8 @@ def _verify(
             [array[batch, heads if yes == "y" else group] for array, yes in zip(arrays, which, strict=True)]
             for arrays, which in zip((operands, wide), queried, strict=True)
         )
-        this, rows = _Pair.of(mine, dtype, causal, scale), _drawn(rng, odd_rows[pair], ROWS)
-        right = this.backward(made, rows, _drawn(rng, odd_keys[pair], ROWS)) if backward else this.forward(made, rows)
+        this, rows = _Pair.of(mine, dtype, causal, scale), drawn(rng, odd_rows[pair], ROWS)
+        right = this.backward(made, rows, drawn(rng, odd_keys[pair], ROWS)) if backward else this.forward(made, rows)
         if not right:
             return False
     return True
@@ -91,7 +91,7 @@ def _odd(results: Sequence[Array], pairs: int, rows: int) -> Array:
     return odd
 
 
-def _drawn(rng: np.random.Generator, odd: Array, count: int) -> Array:
+def drawn(rng: np.random.Generator, odd: Array, count: int) -> Array:
     """Some of them at random, but the odd ones first."""
     order = rng.permutation(len(odd))
     return order[np.argsort(~odd[order], kind="stable")][:count]
@@ -158,12 +158,12 @@ class _Pair:
             + (EXPONENTIAL if self.precision.unit else 0.0)
             + unit * (np.abs(logsumexp) + np.abs(top[:, 0]) + grown + 4)
         )
-        if not _close(results[1].reshape(-1)[rows], logsumexp, bound, PRECISIONS[self.precision.sums]):
+        if not close(results[1].reshape(-1)[rows], logsumexp, bound, PRECISIONS[self.precision.sums]):
             return False
         rho = rho + 2 * self.precision.unit
         slack = rho + (p * rho).sum(axis=1, keepdims=True) + 2 * grown * unit
         out = p @ self.v
-        return _close(_flat(results[0])[rows], out, (p * slack) @ np.abs(self.v) + self._rounding(out), self.precision)
+        return close(_flat(results[0])[rows], out, (p * slack) @ np.abs(self.v) + self._rounding(out), self.precision)
 
     def backward(self, results: Sequence[Array], rows: Array, keys: Array) -> bool:
         """Whether these rows of dq and these keys of dk and dv are right."""
@@ -171,14 +171,14 @@ class _Pair:
         p, e_p, ds, e_ds = self._slopes(rows, np.arange(len(self.k)))
         dq = self.scale * ds @ self.k
         bound = self.scale * (e_ds + self.precision.growth(len(self.k)) * unit * np.abs(ds)) @ np.abs(self.k)
-        if not _close(_flat(results[0])[rows], dq, bound + self._rounding(dq), self.precision):
+        if not close(_flat(results[0])[rows], dq, bound + self._rounding(dq), self.precision):
             return False
         p, e_p, ds, e_ds = (array.T for array in self._slopes(every, keys))
         grown = self.precision.growth(len(self.q)) * unit
         dk, dv = self.scale * ds @ self.q, p @ self.grad
         k_bound = self.scale * (e_ds + grown * np.abs(ds)) @ np.abs(self.q)
         v_bound = (e_p + grown * p) @ np.abs(self.grad)
-        return _close(results[1][keys], dk, k_bound + self._rounding(dk), self.precision) and _close(
+        return close(results[1][keys], dk, k_bound + self._rounding(dk), self.precision) and close(
             results[2][keys], dv, v_bound + self._rounding(dv), self.precision
         )
 
@@ -216,7 +216,7 @@ def _flat(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1])
 
 
-def _close(found: Any, exact: Array, bound: Array, precision: Precision) -> bool:
-    """Whether each element is within SAFETY times its bound; what is not finite must not be, or be out of range."""
-    wild = ~(np.abs(exact) + SAFETY * bound < precision.largest)
-    return bool(np.all(np.where(np.isfinite(found), np.abs(found - exact) <= SAFETY * bound, wild)))
+def close(found: Any, exact: Array, bound: Array, precision: Precision, safety: float = SAFETY) -> bool:
+    """Whether each element is within so many times its bound; what is not finite must not be, or be out of range."""
+    wild = ~(np.abs(exact) + safety * bound < precision.largest)
+    return bool(np.all(np.where(np.isfinite(found), np.abs(found - exact) <= safety * bound, wild)))

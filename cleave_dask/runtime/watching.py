@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,25 @@ class Feed:
         """Devices, events and the newest run, as they are now.
 
         "devices" and "late" are complete; "events" and what is under "run" is new since the last look. "why" says what
-        is missing if there is no run to look at.
+        is missing if there is no run to look at. "cpu" are the seconds that scheduler and server spent on it.
         """
+        began = thread_time()
+        facts, servers = self._own_facts()
+        facts["cpu"] = thread_time() - began  # not over the wait for an answer: the scheduler does other things then
+        if servers:
+            answer = await self._ask(servers[0])
+            facts["cpu"] += answer.get("run", {}).get("cpu", 0.0)
+            facts |= answer
+        return facts
+
+    def _own_facts(self) -> tuple[dict[str, Any], list[str]]:
+        """What the scheduler itself knows, and where its servers are."""
         plugin: Any = self.scheduler.plugins.get("cleave-steering")
         if plugin is None:
             preload = "--preload cleave_dask.runtime.scheduler"
-            return {"now": monotonic(), "why": f"this scheduler steers no training; start it with {preload}"}
+            return {"why": f"this scheduler steers no training; start it with {preload}"}, []
         info = plugin.info()
         facts = {
-            "now": monotonic(),
             "devices": info["device"],
             "silent": info["silent"],
             "late": info["late"],
@@ -44,8 +54,8 @@ class Feed:
         }
         servers = [server["address"] for server in info["server"].values()]
         if not servers:
-            return {**facts, "why": "no server has joined; `cleave serve` and `cleave train` start one"}
-        return {**facts, **await self._ask(servers[0])}
+            facts["why"] = "no server has joined; `cleave serve` and `cleave train` start one"
+        return facts, servers
 
     async def _ask(self, server: str) -> dict[str, Any]:
         try:

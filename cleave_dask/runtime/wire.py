@@ -108,14 +108,12 @@ def check_operands(kind: str, arrays: Sequence[Array], dtype: str) -> None:
     """Raise InputError unless the arrays are operands of a tile of this kind, as they travel."""
     if kind not in _RANKS:
         raise InputError(f"unknown kind of tile {kind!r}; known are {', '.join(_RANKS)}")
-    wanted = [wire_dtype(dtype)] * len(arrays)
-    if kind == "attention_backward":
-        wanted[-1:] = [logsumexp_dtype(dtype)]
     seen = [str(array.dtype) for array in arrays]
     shapes = [array.shape for array in arrays]
     if tuple(array.ndim for array in arrays) != _RANKS[kind] or not _fit(kind, shapes):
         raise InputError(f"operands of shapes {shapes} do not make a tile of kind {kind!r}")
-    if dtype not in ("float64", "float32", "float16", "bfloat16") or seen != wanted:
+    floats = ("float64", "float32", "float16", "bfloat16")
+    if dtype not in floats or seen != [wire_dtype(name) for name in operand_dtypes(kind, dtype)]:
         raise InputError(f"operands of dtypes {seen} do not make a tile of kind {kind!r} in {dtype}")
 
 
@@ -124,7 +122,25 @@ def logsumexp_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-_RANKS = {"gemm": (2, 2), "bmm": (3, 3), "attention": (4, 4, 4), "attention_backward": (4, 4, 4, 4, 4, 3)}
+def operand_dtypes(kind: str, dtype: str) -> list[str]:
+    """Names of the dtypes of a tile's operands."""
+    wide = logsumexp_dtype(dtype)
+    if kind == "attention_backward":
+        return [dtype] * 5 + [wide]
+    if kind.startswith("logit"):
+        return [dtype, dtype, "float64", wide, wide][: len(_RANKS[kind])]
+    return [dtype] * len(_RANKS[kind])
+
+
+_RANKS = {
+    "gemm": (2, 2),
+    "bmm": (3, 3),
+    "attention": (4, 4, 4),
+    "attention_backward": (4, 4, 4, 4, 4, 3),
+    "logit_sums": (2, 2, 1),
+    "logit_dx": (2, 2, 1, 1, 1),
+    "logit_dw": (2, 2, 1, 1, 1),
+}
 
 
 def _fit(kind: str, shapes: list[tuple[int, ...]]) -> bool:
@@ -132,6 +148,10 @@ def _fit(kind: str, shapes: list[tuple[int, ...]]) -> bool:
     if kind in ("gemm", "bmm"):
         a, b = shapes
         return a[-1] == b[-2] and a[:-2] == b[:-2]
+    if kind.startswith("logit"):
+        kept, other, *rows = shapes
+        x = other if kind == "logit_dw" else kept
+        return kept[1] == other[1] and all(vector == x[:1] for vector in rows) and min(kept[0], other[0]) > 0
     q, k, v = shapes[-5:-2] if kind == "attention_backward" else shapes
     heads_fit = k[1] > 0 and q[1] % k[1] == 0
     fit = heads_fit and (q[0], q[3]) == (k[0], k[3]) and k[:3] == v[:3] and k[2] > 0

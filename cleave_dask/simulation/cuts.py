@@ -12,7 +12,7 @@ from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import Floats, Ints, Shape
 from cleave_dask.planning.parcels import Figures, Work, parcel_works, with_depth
 from cleave_dask.planning.redealing import Planned, redeal
-from cleave_dask.planning.slices import newly, segments
+from cleave_dask.planning.slices import SIDED, newly, results, segments, turned
 from cleave_dask.planning.values import Tiles
 
 
@@ -52,10 +52,11 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
     works = parcel_works(gemm, ranges, parcel, tiles.owner[order]).tolist()
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
-    up = size[:, 0] * size[:, 1] * shape.up_bytes
-    if shape.kind == "gemm":
-        spans, depth = [(ranges[:, 0], ranges[:, 1]), (ranges[:, 2], ranges[:, 3])], size[:, 2] * shape.down_bytes
-        mine, theirs = (with_depth(whose, ranges, shape.k) for whose in (parcel, tiles.owner[order]))
+    up = results(shape.kind, size) * shape.up_bytes
+    if shape.kind in SIDED:
+        spans, depth = _spans(shape, ranges)
+        layers = turned(shape.kind, ranges)
+        mine, theirs = (with_depth(whose, layers, shape.sides[2]) for whose in (parcel, tiles.owner[order]))
         down = np.asarray(sum(newly(mine, *span) for span in spans) * depth)
         pieces = [_weighed(*segments(theirs, *span), depth) for span in spans]
     else:
@@ -103,13 +104,20 @@ def recut(
 def _parts(shape: Shape, ranges: Ints) -> tuple[Floats, Floats, list[tuple[Ints, Ints, Floats]]]:
     """Flops and bytes up of tiles, and the pieces of their operands, by names that all of them share."""
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
-    flops, up = size.prod(axis=1) * (shape.flops / shape.volume), size[:, 0] * size[:, 1] * shape.up_bytes
-    if shape.kind != "gemm":
+    flops, up = size.prod(axis=1) * (shape.flops / shape.volume), results(shape.kind, size) * shape.up_bytes
+    if shape.kind not in SIDED:
         every = np.arange(len(ranges))
         return flops, up, [(every, every, size[:, 0] * size[:, 1] * shape.down_bytes)]
-    layer = with_depth(np.zeros(len(ranges), dtype=np.int64), ranges, shape.k)
-    spans = [(ranges[:, 0], ranges[:, 1]), (ranges[:, 2], ranges[:, 3])]
-    return flops, up, [_weighed(*segments(layer, *span), size[:, 2] * shape.down_bytes) for span in spans]
+    layer = with_depth(np.zeros(len(ranges), dtype=np.int64), turned(shape.kind, ranges), shape.sides[2])
+    spans, depth = _spans(shape, ranges)
+    return flops, up, [_weighed(*segments(layer, *span), depth) for span in spans]
+
+
+def _spans(shape: Shape, ranges: Ints) -> tuple[list[tuple[Ints, Ints]], Floats]:
+    """The starts and stops of tiles along both sides of their operands, and the bytes of one row of these."""
+    along = turned(shape.kind, ranges)
+    depth = (along[:, 5] - along[:, 4]).astype(np.float64) * shape.down_bytes
+    return [(along[:, 0], along[:, 1]), (along[:, 2], along[:, 3])], depth
 
 
 def _within(piece: tuple[Ints, Ints, Floats], part: slice, names: int) -> tuple[Ints, Ints, Floats]:

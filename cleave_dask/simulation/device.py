@@ -16,16 +16,13 @@ from math import ceil
 import numpy as np
 
 from cleave_dask.fleet.devices import Device, Link
-from cleave_dask.planning.cost import FILLER_SHARE, UNDER_WAY
+from cleave_dask.planning.cost import FILLER_SHARE, TILES_UNDER_WAY, UNDER_WAY
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.simulation.cuts import Cut
 from cleave_dask.simulation.measured import Costs
 
 RUN_SECONDS = 0.5
 """Seconds of filler after which a device looks for what it should do next; never less than a tile, though."""
-
-AT_LEAST = 2
-"""Tiles that are under way over a link at once, however large."""
 
 RUNS = 6
 """Runs that a parcel of filler comes down in at most; more would cost the simulation more than they show."""
@@ -152,7 +149,7 @@ class SimulatedDevice:
         """Seconds of a link that tiles of filler take which are under way and come first, if all take `seconds`."""
         tile = seconds / len(run.down)
         window = FILLER_SHARE * (2 * self.device.down.latency + UNDER_WAY)
-        return max(AT_LEAST * tile, window) - tile / 2  # the first of them is half through
+        return max(TILES_UNDER_WAY * tile, window) - tile / 2  # the first of them is half through
 
     def load(self, now: float) -> Run | None:
         """Begin to fetch the next run of the most urgent parcel, if it may come down now."""

@@ -22,6 +22,7 @@ from distributed import Reschedule, Worker
 
 from cleave_dask._version import __version__
 from cleave_dask.fleet.devices import Device, Link
+from cleave_dask.planning.slices import SIDED
 from cleave_dask.runtime import parent
 from cleave_dask.runtime.device import PARCELS, run_parcel
 from cleave_dask.runtime.gates import Gate
@@ -135,7 +136,10 @@ class HollowDevice:
         flops, down_bytes, up_bytes = costs
         rows, cols, ks = r1 - r0, c1 - c0, k1 - k0
         job = parcel.run, parcel.step, parcel.job
-        if parcel.kind == "gemm":
+        if parcel.kind in ("logit_dx", "logit_dw"):
+            left = self._fetched((*job, 0, r0, c0), rows * cols * down_bytes)
+            fetched = left + self._fetched((*job, 1, k0, c0), ks * cols * down_bytes)
+        elif parcel.kind in SIDED:
             left = self._fetched((*job, 0, r0, k0), rows * ks * down_bytes)
             fetched = left + self._fetched((*job, 1, c0, k0), cols * ks * down_bytes)
         else:
@@ -145,7 +149,8 @@ class HollowDevice:
         self.down.book(fetched, now)
         here = max(self.multiplier.free, self.down.free)
         multiplied = self.multiplier.book(flops * rows * cols * ks, self.down.free)
-        arrived = self.up.book(rows * cols * up_bytes, multiplied)
+        made = rows * (1 if parcel.kind == "logit_sums" else cols)
+        arrived = self.up.book(made * up_bytes, multiplied)
         pulling, waiting = self.down.free - started, here - self.down.free + started - now
         return [number, waiting, pulling, multiplied - here, arrived - multiplied, fetched, arrived]
 

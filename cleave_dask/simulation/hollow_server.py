@@ -115,7 +115,7 @@ class HollowServer(ServerRuntime):
         training = self._training(run)
         assert isinstance(training, HollowTraining)
         try:
-            await self._off_loop(training.deliver, step, job, device, tiles)
+            await self.off_loop(training.deliver, step, job, device, tiles)
         except (TileRejected, StepError) as error:
             return {"accepted": False, "why": str(error)}
         return {"accepted": True}

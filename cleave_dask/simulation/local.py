@@ -56,6 +56,7 @@ class LocalFleet(ServedCluster):
     Equal devices, given as a number, are as fast as this machine. They are planned for with the links of a loopback and
     one speed, whatever they turn out to be: if all measured theirs on shared cores, each would find another. The kernel
     is the one configured as `cleave.device.kernel`. `settings` has more settings of `cleave.device`, by device.
+    `processes` of the server: by default what `cleave.server.processes` says.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LocalFleet(ServedCluster):
         shaping: Shaping = "auto",
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         dashboard: str | None = None,
+        processes: int | None = None,
     ) -> None:
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
         self.shaping: Shaping | None = None if isinstance(fleet, int) else _chosen(shaping)
@@ -87,7 +89,8 @@ class LocalFleet(ServedCluster):
                 for device in self.fleet.devices
             }
             place = self._place()
-            super().__init__(workers, place=place, dashboard=dashboard or f"{place.host}:0", name="LocalFleet")
+            shown = dashboard or f"{place.host}:0"
+            super().__init__(workers, place=place, dashboard=shown, name="LocalFleet", processes=processes)
         except BaseException:
             self._end_network()
             raise
@@ -157,12 +160,13 @@ def _emulated(device: Device, declared: Fleet | bool, *, shaped: bool) -> dict[s
     Links that the kernel shapes are not shaped again, and what they leave for data is what they are planned with.
     """
     says = declared.device(device.name) if isinstance(declared, Fleet) else device
-    figures = _figures(_payload(says) if shaped else says) if declared else {}
+    figures = _figures(as_shaped(says) if shaped else says) if declared else {}
     held = {name: figure for name, figure in _figures(device).items() if not (shaped and name in ("down", "up"))}
     return _variables("EMULATE__", held) | _variables("", {**figures, "memory": float(device.memory)})
 
 
-def _payload(device: Device) -> Device:
+def as_shaped(device: Device) -> Device:
+    """A device as the kernel holds its links: what they leave for data."""
     down, up = (replace(link, bandwidth=PAYLOAD * link.bandwidth) for link in (device.down, device.up))
     return replace(device, down=down, up=up)
 

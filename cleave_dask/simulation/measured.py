@@ -1,16 +1,24 @@
 """What the middle of a fleet costs by itself: seconds and bytes that neither arithmetic nor operands explain.
 
-A plan counts operands, results, operations, latency and the scheduler's turns. A real step also waits for processes
-that are written in Python, for the words around each tile, and for the packets that confirm others. `Costs` has all of
-it, and is all that the simulator knows of them. `MEASURED` is what benchmarks/truth.py found on a machine of 2 cores
-(docs/results.md, "Predictions and emulated devices"); `PLANNED` is what a plan counts, `IDEAL` leaves everything out.
+A real step waits for processes that are written in Python, for the words around each tile, and for the packets that
+confirm others. `Costs` has all of it, and is all that the simulator knows of them. `MEASURED` is what
+benchmarks/truth.py found on a machine of 2 cores (docs/results.md, "Predictions and emulated devices"; the figures are
+in `planning.cost`), with a server of one process. `PLANNED` is what plans count on every fleet: all but the work of
+server processes, which they count where the fleet says how many there are. `IDEAL` leaves everything out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cleave_dask.planning.cost import SCHEDULER_SECONDS
+from cleave_dask.planning.cost import (
+    BYTE_SECONDS,
+    CONFIRMED,
+    LEVEL_SECONDS,
+    MESSAGE_BYTES,
+    SCHEDULER_SECONDS,
+    TILE_SECONDS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,5 @@ class Costs:
 
 
 IDEAL = Costs()
-PLANNED = Costs(parcel=SCHEDULER_SECONDS)
-MEASURED = Costs(
-    parcel=SCHEDULER_SECONDS, level=0.03, tile=2.2e-3, byte=2.0e-9, message=500.0, confirmation=66.0 / (2 * 1448.0)
-)
+PLANNED = Costs(parcel=SCHEDULER_SECONDS, level=LEVEL_SECONDS, message=MESSAGE_BYTES, confirmation=CONFIRMED)
+MEASURED = replace(PLANNED, tile=TILE_SECONDS, byte=BYTE_SECONDS)

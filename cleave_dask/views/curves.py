@@ -26,7 +26,7 @@ SMOOTH = 0.08  # weight of the newest loss in the smooth curve, once there are m
 _LANES = {"download": -0.27, "compute": 0.0, "upload": 0.27, "verify": 0.27}
 _THICK, _THIN = 0.19, 0.05
 _ROW, _SHORT, _TALL = 34, 230, 780  # points: of a device's row, of all rows at least and at most
-_TOP = -0.85  # above the first device's row there is room for the numbers of steps
+_HEAD, _FRAME = 22, 110  # points: above the first row, for the numbers of steps; of title, legend and axis
 TILE_COLUMNS = (
     *("y", "d0", "d1", "c1", "u1", "v1", "pd", "pc", "pu", "alpha", "line"),
     *("device", "gemm", "tile", "outcome", "planned", "download", "compute", "upload", "verify"),
@@ -111,7 +111,8 @@ class Timeline:
         self._drawn: tuple[Any, ...] = ()
         self._seen = 0
         span = DataRange1d(follow="end", follow_interval=4.0, range_padding=0.0) if follow else DataRange1d()
-        rows = Range1d(start=0.5, end=_TOP)
+        self._top = _top(0)
+        rows = Range1d(start=0.5, end=self._top)
         self.plot: Any = figure(
             title="Tiles: none yet",
             sizing_mode="stretch_both" if fill else "stretch_width",
@@ -199,7 +200,8 @@ class Timeline:
         ]
         colours = [theme.STATE_COLOURS.get(state, theme.INK) for state in states]
         self.labels.data = {"y": list(range(len(names))), "name": shown, "colour": colours}
-        self.plot.y_range.start = max(1, len(names)) - 0.5
+        self._top = _top(len(names))
+        self.plot.y_range.start, self.plot.y_range.end = max(1, len(names)) - 0.5, self._top
         self.plot.height = self.names.height = timeline_height(len(names))
         size = "12px" if len(names) <= 24 else "9px"
         self.names.renderers[0].glyph.text_font_size = size
@@ -210,10 +212,11 @@ class Timeline:
             return
         first = float(story.tiles["start"][0])
         ends = [record for record in story.records[-64:] if record.get("ended", 0.0) >= first]
+        last = None if self.plot.x_range.follow else story.last  # of a run that is over
         marks = {
             "x": [record["ended"] - story.base for record in ends],
-            "text": [f"step {record['step'] + 1:,}" for record in ends],
-            "y": [_TOP] * len(ends),
+            "text": [f"step {record['step'] + 1:,}" if record is not last else "" for record in ends],
+            "y": [self._top] * len(ends),
         }
         if marks != self.steps.data:
             self.steps.data = marks
@@ -225,7 +228,12 @@ class Timeline:
 
 def timeline_height(devices: int) -> int:
     """Points of the timeline's height."""
-    return 110 + min(max(_SHORT, _ROW * devices), _TALL)
+    return _FRAME + min(max(_SHORT, _ROW * devices), _TALL)
+
+
+def _top(devices: int) -> float:
+    """Where the rows begin, counted in rows; the first one is at 0."""
+    return -0.5 - _HEAD * max(1, devices) / (timeline_height(devices) - _FRAME)
 
 
 def _swatch(plot: Any, label: str, colour: str, line: str | None = None) -> LegendItem:
@@ -248,7 +256,7 @@ def tile_bars(story: Story, names: Sequence[str], states: Sequence[str], since: 
     u1 = c1 + tiles["upload"]
     moved = (tiles["planned"] != tiles["device"]) & (tiles["planned"] != "")
     bad = ~np.isin(tiles["outcome"], ["accepted", "duplicate"])
-    line = np.where(bad, theme.ALARM, np.where(moved, theme.INK, "rgba(0,0,0,0)"))
+    line = np.where(bad, theme.ALARM, np.where(moved, theme.FRAME, "rgba(0,0,0,0)"))
     parts = {name: 1e3 * tiles[name] for name in ("download", "compute", "upload", "verify")}
     predicted = {f"p_{name}": 1e3 * tiles[f"predicted_{name}"] for name in ("download", "compute", "upload")}
     return {

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import distributed
 from bokeh.document import Document
+from bokeh.models import CustomJS
 from bokeh.models.widgets import Select
 from distributed.dashboard.components.scheduler import BOKEH_THEME
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader
@@ -21,6 +22,14 @@ _DASK = Path(distributed.__file__).parent / "http" / "templates"
 TEMPLATES = Environment(loader=ChoiceLoader([FileSystemLoader(_HERE), FileSystemLoader(_DASK)]), autoescape=False)
 
 SLOWEST, TROUBLED = "the slowest", "late, left, quarantined"
+
+
+_HIDDEN = "hidden"
+_TELL_HIDDEN = f"""
+const tell = () => root.tags = document.hidden ? ["{_HIDDEN}"] : []
+document.addEventListener("visibilitychange", tell)
+tell()
+"""
 
 
 class Part(Protocol):
@@ -55,6 +64,7 @@ class Page:
     def fill(self, document: Document, extra: Mapping[str, Any]) -> None:
         """Put it into a document: with Dask's navigation bar, or a part alone."""
         document.title = "Dask: Cleave"
+        document.js_on_event("document_ready", CustomJS(args={"root": self._root}, code=_TELL_HIDDEN))
         document.theme = BOKEH_THEME
         for part in self.parts.values():
             document.add_root(part.root)
@@ -62,6 +72,15 @@ class Page:
             document.add_root(self.chooser)
             document.template = TEMPLATES.get_template("cleave.html")
             document.template_variables.update(extra)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the browser shows another tab."""
+        return _HIDDEN in self._root.tags
+
+    @property
+    def _root(self) -> Any:
+        return next(iter(self.parts.values())).root
 
     def show(self, story: Story) -> None:
         """Show a run as it is now."""

@@ -134,15 +134,15 @@ _COLUMNS = {
     "up": ("uplink", theme.cell(theme.si("B/s")), 80),
     "flops": ("speed", theme.cell(theme.si("FLOP/s")), 95),
     "latency": ("latency", theme.cell(theme.milliseconds()), 65),
-    "planned": ("share planned", theme.cell(theme.percent()), 95),
-    "share": ("share done", theme.cell(theme.percent()), 80),
+    "planned": ("share planned", theme.cell(theme.percent()), 110),
+    "share": ("share done", theme.cell(theme.percent()), 88),
     "tiles": ("tiles", theme.cell(theme.count()), 60),
-    "taken_over": ("for others", theme.cell(theme.count()), 70),
+    "taken_over": ("for others", theme.cell(theme.count()), 82),
     "down_bytes": ("down", theme.cell(theme.si("B")), 75),
     "up_bytes": ("up", theme.cell(theme.si("B")), 75),
     "late": ("late", theme.cell(theme.count()), 45),
-    "rejected": ("rejected", theme.cell(theme.count()), 62),
-    "why": ("why this share", theme.cell("_.escape(value)", align="left"), 640),
+    "rejected": ("rejected", theme.cell(theme.count()), 72),
+    "why": ("why this share", theme.cell("_.escape(value)", align="left", title="_.escape(value)"), 640),
 }
 
 

@@ -48,7 +48,6 @@ class Story:
     """Everything that is known of a run and its fleet."""
 
     def __init__(self) -> None:
-        self.version = 0  # changes with every fact
         self.runs = 0  # changes with every run
         self.why = "nobody has looked yet"  # there is no run
         self.run: str | None = None
@@ -56,7 +55,7 @@ class Story:
         self.records: list[Mapping[str, Any]] = []
         self.progress: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self.sums: dict[str, Sequence[float]] = {}
+        self.sums: dict[str, Sequence[float]] = {}  # by device, as `device_sums` orders them
         self.tiles: dict[str, Column] = {}
         self.tiles_seen = 0  # ever; the last of them is the last in `tiles`
         self.events: list[Event] = []
@@ -67,13 +66,13 @@ class Story:
         self.gone: dict[str, str] = {}  # devices that were there, and what became of them
         self.redone: dict[str, int] = {}  # tiles that were planned for a device and done by another
         self.scheduler = 0.0
+        self._names: dict[str, None] = {}  # in order
         self.base = 0.0  # when the run began, on the clock of the tiles
 
     # Facts go in
 
     def take(self, facts: Mapping[str, Any]) -> None:
         """Take what the feed says."""
-        self.version += 1
         self.present = facts.get("devices", {})
         self.silent = set(facts.get("silent", ()))
         self.late = facts.get("late", {})
@@ -90,10 +89,11 @@ class Story:
         if run["run"] != self.run:
             self.run, self.runs = run["run"], self.runs + 1
             self.records, self.tiles, self.redone, self.sums, self.base = [], {}, {}, {}, 0.0
+            self.summary = {}
         self.plan = run.get("plan", self.plan)
         self.progress = run.get("progress", {})
         self.summary = run.get("summary", {}) or self.summary
-        self.sums = run.get("sums", self.sums)
+        self.sums |= run.get("sums", {})
         self.records.extend(run.get("records", ()))
         if run.get("rows") is not None:
             self._draw(run["rows"], run["names"])
@@ -141,7 +141,9 @@ class Story:
         """Every device of the plan, or that is here, or was."""
         planned = self.plan.get("devices", {}).get("name", ())
         known = dict.fromkeys([*planned, *self.present, *self.sums, *self.gone, *self.quarantined])
-        return sorted(known, key=_natural)
+        if known.keys() != self._names.keys():
+            self._names = dict.fromkeys(sorted(known, key=_natural))
+        return list(self._names)
 
     def state(self, device: str) -> str:
         """What a device is now: here, late, paused, measuring, left or quarantined."""
@@ -158,34 +160,35 @@ class Story:
 
     def devices(self) -> dict[str, list[Any]]:
         """A row for each device: what it is, what it does, what it was planned to do and why."""
-        names, plan = self.names, self.plan.get("devices", {})
-        place = {name: number for number, name in enumerate(plan.get("name", ()))}
-        of_step = {name: number for number, name in enumerate(self.summary.get("device", ()))}
-        seen = self.summary.get("figures", {})
-        table: dict[str, list[Any]] = {column: [] for column in DEVICE_COLUMNS}
-        for name in names:
-            at, now, known = place.get(name), of_step.get(name), seen.get(name, {})
-            facts = {key: plan[key][at] for key in _FIGURES} if at is not None else {}
-            facts |= {key: self.present[name][key] for key in _FIGURES if key in self.present.get(name, {})} | known
-            sums = self.sums.get(name) or [0.0] * 5
-            planned = plan["why"][at] if at is not None else _unplanned(self.state(name))
-            row = {
-                "device": name,
-                "state": self.state(name),
-                **{key: float(facts.get(key, np.nan)) for key in _FIGURES},
-                "planned": plan["share"][at] if at is not None else 0.0,
-                "share": self.summary["share"][now] if now is not None else 0.0,
-                "tiles": int(sums[0]),
-                "taken_over": int(self.summary["taken_over"][now]) if now is not None else 0,
-                "down_bytes": sums[3],
-                "up_bytes": sums[4],
-                "late": self.late.get(name, 0),
-                "rejected": int(sums[2]),
-                "why": self.quarantined.get(name) or planned,
-            }
-            for column, value in row.items():
-                table[column].append(value)
-        return table
+        names, plan, summary = self.names, self.plan.get("devices", {}), self.summary
+        planned, why = _by(plan, "name", "share"), _by(plan, "name", "why")
+        share, taken_over = _by(summary, "device", "share"), _by(summary, "device", "taken_over")
+        states = [self.state(name) for name in names]
+        sums = [self.sums.get(name) or _NOTHING for name in names]
+        reasons = [why.get(name, _unplanned(state)) for name, state in zip(names, states, strict=True)]
+        return {
+            "device": names,
+            "state": states,
+            **{figure: self._figures(figure) for figure in _FIGURES},
+            "planned": [planned.get(name, 0.0) for name in names],
+            "share": [share.get(name, 0.0) for name in names],
+            "tiles": [int(row[0]) for row in sums],
+            "taken_over": [int(taken_over.get(name, 0)) for name in names],
+            "down_bytes": [row[3] for row in sums],
+            "up_bytes": [row[4] for row in sums],
+            "late": [self.late.get(name, 0) for name in names],
+            "rejected": [int(row[2]) for row in sums],
+            "why": [self.quarantined.get(name) or reason for name, reason in zip(names, reasons, strict=True)],
+        }
+
+    def _figures(self, figure: str) -> list[float]:
+        """A figure of each device: as tiles show it, as it was measured, or as it was planned with."""
+        seen, planned = self.summary.get("figures", {}), _by(self.plan.get("devices", {}), "name", figure)
+        found = []
+        for name in self.names:
+            guess = self.present.get(name, {}).get(figure, planned.get(name, float("nan")))
+            found.append(float(seen.get(name, {}).get(figure, guess)))
+        return found
 
     def loads(self) -> list[Load]:
         """How busy each resource was in the last step, the busiest first."""
@@ -225,7 +228,8 @@ class Story:
         """Label, value and note of the most important numbers."""
         last, states = self.last, [self.state(name) for name in self.names]
         here = sum(state not in GONE for state in states)
-        trouble = ", ".join(f"{states.count(kind)} {kind}" for kind in (*GONE, "late", "paused") if kind in states)
+        words = {"left": "gone", **{kind: kind for kind in ("quarantined", "late", "paused")}}
+        trouble = ", ".join(f"{states.count(kind)} {word}" for kind, word in words.items() if kind in states)
         seconds = f"{duration(self.plan['seconds'])} planned" if self.plan.get("seconds") else ""
         moved = f"{quantity(last.get('up_bytes', 0), 'B')} up a step" if last else ""
         first = f"from {self.records[0]['loss']:.4f}" if self.records else ""
@@ -243,6 +247,12 @@ DEVICE_COLUMNS = (
     *("down_bytes", "up_bytes", "late", "rejected", "why"),
 )
 _FIGURES = ("down", "up", "flops", "latency")
+_NOTHING = (0.0,) * 5  # sums of a device that has done nothing
+
+
+def _by(table: Mapping[str, Any], key: str, column: str) -> dict[str, Any]:
+    """A column of a table by the values of another."""
+    return dict(zip(table.get(key, ()), table.get(column, ()), strict=True))
 
 
 def _unplanned(state: str) -> str:

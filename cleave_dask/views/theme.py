@@ -13,6 +13,7 @@ LOSS_PALE = "#9ecae1"
 PAPER = "#FAFAFA"  # the background of Dask's pages
 INK, PALE, GREY = "#333333", "#777777", "#b8b8b8"
 ALARM = "#D55E00"
+FRAME = "rgba(51, 51, 51, 0.6)"  # of a tile that was done for another device; narrow bars stay to be seen through it
 ACTIVE = "#eaaa6d"  # Dask's own, of its navigation bar
 
 STATE_COLOURS = {
@@ -67,12 +68,11 @@ TABLE_STYLE = """
 _GREY_WHEN_GONE = "<% const gone = state === 'left' || state === 'quarantined'; %>"
 
 
-def cell(expression: str, *, align: str = "right") -> str:
-    """A cell's template; those of a device that is gone are grey."""
+def cell(expression: str, *, align: str = "right", title: str = "") -> str:
+    """A cell's template; those of a device that is gone are grey. `title` is what pointing at it shows."""
     style = f'display:block;text-align:{align};color:<%= gone ? "{GREY}" : "inherit" %>'
-    return f"{_GREY_WHEN_GONE}<span style='{style}'><%= {expression} %></span>".replace('"', "&quot;").replace(
-        "&quot;", '"'
-    )
+    hint = f' title="<%= {title} %>"' if title else ""
+    return f"{_GREY_WHEN_GONE}<span style='{style}'{hint}><%= {expression} %></span>"
 
 
 def si(unit: str) -> str:

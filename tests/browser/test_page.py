@@ -63,6 +63,12 @@ class Live:
         self.page.wait_for_function(code, arg=argument, timeout=SOON, polling=250)
 
 
+def new_page(browser: Browser) -> Page:
+    page = browser.new_page(viewport={"width": 1400, "height": 1180})
+    page.set_default_timeout(SOON)  # opening it may take long, too
+    return page
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("run") / "tiny"
@@ -71,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(browser: Browser) -> Iterator[Live]:
     with LocalFleet(FLEET, shaping="buckets") as fleet, fleet.get_client() as client:
-        page = browser.new_page(viewport={"width": 1400, "height": 1180})
+        page = new_page(browser)
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         yield Live(fleet, client, page, errors)
@@ -111,6 +117,7 @@ def test_a_killed_device_turns_grey_and_others_do_its_tiles(live: Live, checkpoi
         assert all(number is not None for number in before["predicted"][:5])
         live.until("f.shares.every(share => share > 0)")
         page.screenshot(path=SCREENSHOTS / "training.png", full_page=True)
+        a_hidden_page_is_sent_nothing(live, training)
 
         training.began.clear()
         assert training.began.wait(120), "the next step does not begin"
@@ -133,6 +140,27 @@ def test_a_killed_device_turns_grey_and_others_do_its_tiles(live: Live, checkpoi
     assert live.errors == []
 
 
+HIDE = """
+hidden => {
+  Object.defineProperty(document, "hidden", {value: hidden, configurable: true})
+  document.dispatchEvent(new Event("visibilitychange"))
+}
+"""
+
+
+def a_hidden_page_is_sent_nothing(live: Live, training: BackgroundTraining) -> None:
+    """While its tab is not the one that is shown; then it shows all that it has missed."""
+    live.page.evaluate(HIDE, True)
+    known = []
+    for _ in range(2):  # what was on its way has arrived when the next step begins
+        training.began.clear()
+        assert training.began.wait(120), "the next step does not begin"
+        known.append(len(live.facts()["losses"]))
+    assert known[0] == known[1]
+    live.page.evaluate(HIDE, False)
+    live.until("f.losses.length > a", argument=known[1] + 1)
+
+
 def test_the_report_opens_from_a_file(browser: Browser, checkpoint: Path, tmp_path: Path) -> None:
     if not checkpoint.exists():
         pytest.skip("it is of the run of the test before, which was not run")
@@ -140,7 +168,7 @@ def test_the_report_opens_from_a_file(browser: Browser, checkpoint: Path, tmp_pa
     result = CliRunner().invoke(cleave, ["report", str(checkpoint), "-o", str(file), "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    page = browser.new_page(viewport={"width": 1400, "height": 1180})
+    page = new_page(browser)
     asked, errors = [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))

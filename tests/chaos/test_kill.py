@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Timer
 
+import pytest
 import torch
 from distributed import Client, Scheduler
 
@@ -22,12 +23,13 @@ from tests.waiting import until, until_tasks
 STEPS = 6
 
 
-def train(client: Client, *, on_step: dict[int, Timer] | None = None) -> list[float]:
-    """Losses of a short run; a timer may go off in the middle of a step."""
+def train(client: Client, head: bool, *, on_step: dict[int, Timer] | None = None) -> list[float]:
+    """Losses of a short run, its head by vocabulary or not; a timer may go off in the middle of a step."""
+    planner = partial(plan, min_flops=0, grid=(2, 2, 2), by_vocabulary=head)
     module = models.llama()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     losses = []
-    with Trainer(module, optimizer, client, plan=partial(plan, min_flops=0, grid=(2, 2, 2))) as trainer:
+    with Trainer(module, optimizer, client, plan=planner) as trainer:
         for step in range(STEPS):
             if on_step and step in on_step:
                 on_step[step].start()
@@ -35,17 +37,18 @@ def train(client: Client, *, on_step: dict[int, Timer] | None = None) -> list[fl
     return losses
 
 
-def test_killed_devices_change_nothing_but_the_time(chaos_seed: int) -> None:
+@pytest.mark.parametrize("head", [False, True], ids=["logits", "by-vocabulary"])
+def test_killed_devices_change_nothing_but_the_time(chaos_seed: int, head: bool) -> None:
     chance = random.Random(chaos_seed)
     with LocalFleet(4) as fleet, fleet.get_client() as client:
-        calm = train(client)
+        calm = train(client, head)
         victims = chance.sample(sorted(fleet.pids.values()), 3)
         steps = chance.sample(range(1, STEPS), 3)
         kills = {
             step: Timer(chance.uniform(0, 0.3), os.kill, (victim, signal.SIGKILL))
             for step, victim in zip(steps, victims, strict=True)
         }
-        assert train(client, on_step=kills) == calm
+        assert train(client, head, on_step=kills) == calm
         until_tasks(client, 0)
 
 

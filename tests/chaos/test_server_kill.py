@@ -154,7 +154,7 @@ def test_a_killed_server_changes_no_bit_of_the_loss(
     assert losses == expected
 
 
-@pytest.mark.parametrize("grid", [(2, 2, 2), (1, 2, 1)])
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 2)])
 def test_tiles_of_the_interrupted_step_are_used_again(
     fleet: LocalFleet,
     client: Client,

@@ -6,10 +6,13 @@ import socket
 from pathlib import Path
 
 import dask.config
+import numpy as np
 import pytest
 
 from cleave_dask import config  # noqa: F401  # its defaults outlive what a test sets
 from cleave_dask.cli import fleets
+from cleave_dask.runtime import zarr_files
+from cleave_dask.runtime.store import State, StoredArray, TileStore
 from tests.cli.calling import RECIPE, run
 
 
@@ -28,6 +31,7 @@ from tests.cli.calling import RECIPE, run
         (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "dftm"), "did you mean 'dtfm'?"),
         (("compare", "tiny-llama", "--fleet", "lab-8", "--system", "alpa-8xH200"), "did you mean 'H100'?"),
         (("compare", "tiny-llama", "--fleet", "lab-8", "--plot", "out.jpg"), "name it 'out.png'"),
+        (("plan", "tiny-llama", "--fleet", "lab-8", "--plot", "out.jpg"), "name it 'out.png'"),
         (("compare", "tiny-llama", "--fleet", "lab-8", "--churn", "-1"), "0 or more"),
         (("simulate", "tiny-llama", "--fleet", "lab-8", "--churn", "nan"), "0 or more"),
         (("simulate", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
@@ -81,6 +85,39 @@ def test_nothing_to_resume_is_noticed_before_anything_starts(recipe: str, root: 
     assert "leave --resume out" in result.stderr
 
 
+def test_a_run_of_another_model_or_format_is_refused_before_a_fleet_is_started(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And everything in its folder stays as it was."""
+    folder = tmp_path / "run"
+    train = ("train", recipe, "--resume", "--checkpoint", str(folder))
+    saved = State({"weights/other": StoredArray(np.ones((2, 3), np.float32), "float32")}, {"step": 4})
+    with TileStore(folder) as store:
+        store.save(4, saved)
+        assert "is of another model: weights/lm_head.weight is absent there" in refusal(*train)
+        with monkeypatch.context() as later:
+            later.setattr(zarr_files, "FORMAT", 2)
+            later.setattr(zarr_files, "__version__", "9.9")
+            store.save(5, saved)
+        assert "is in format 2, written by cleave-dask 9.9; version" in refusal(*train)
+        newest = folder / "step-00000005.0002" / "zarr.json"
+        newest.write_text(newest.read_text()[:-9])
+        assert "step 5" in (said := refusal(*train))
+        assert "without step-00000005.0002, a resume is from step 4, which is whole" in said
+        assert store.steps() == (4, 5)
+        assert store.verify(4)
+
+
+def refusal(*arguments: str) -> str:
+    """What a command says that fails."""
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert "starting scheduler" not in result.output
+    line: str = result.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    return line
+
+
 def test_a_scheduler_that_is_not_there_is_noticed_at_once(recipe: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -103,6 +140,15 @@ def test_a_port_that_is_taken_is_named() -> None:
         result = run("serve", "--port", str(port))
     assert result.exit_code == 1
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("revoke", "phone"), ("invite",)])
+def test_who_has_never_served_is_told_to(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with dask.config.set({"cleave.security.folder": str(tmp_path / "keys")}):
+        result = run(*arguments)
+    assert result.exit_code == 1
+    assert "nobody has served from" in result.stderr
+    assert not (tmp_path / "keys").exists()
 
 
 def test_hosts_are_told_apart() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,23 @@ def test_what_could_come_next(words: str, expected: str) -> None:
     code = "from cleave_dask.cli import main; main()"
     answer = subprocess.check_output([sys.executable, "-c", code], text=True, env={**os.environ, **asked})
     assert f"plain,{expected}" in answer.splitlines()
+
+
+ASKING = {
+    "bash": 'source "$0"; COMP_WORDS=(cleave train tiny-); COMP_CWORD=2; _cleave_completion cleave; '
+    'printf "%s\\n" "${COMPREPLY[@]}"',
+    "fish": 'source $argv[1]; complete -C "cleave train tiny-"',
+}
+"""For each shell that can be asked without a terminal, how."""
+
+
+@pytest.mark.parametrize("shell", ASKING)
+def test_the_shell_itself_knows_what_could_come_next(shell: str, tmp_path: Path) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    script, folder = tmp_path / "completion", Path(sys.executable).parent
+    script.write_text(run("completion", shell).stdout)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    command = [shell, "-c", ASKING[shell], str(script)]
+    answer = subprocess.check_output(command, text=True, timeout=60, env={**os.environ, "PATH": path})
+    assert answer.split() == ["tiny-llama", "tiny-opt"]

@@ -12,7 +12,7 @@ from distributed import Client
 
 from cleave_dask.errors import CheckpointError
 from cleave_dask.planning.planner import plan
-from cleave_dask.runtime.store import TileStore
+from cleave_dask.runtime.store import State, TileStore
 from cleave_dask.runtime.trace import Trace
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
@@ -53,6 +53,17 @@ def test_the_state_of_another_model_is_refused_and_nothing_changes(client: Clien
             other.resume()
         after = other.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_state_that_lacks_something_is_refused(client: Client, tmp_path: Path) -> None:
+    with trainer(client, tmp_path / "run") as one:
+        one.save()
+    with TileStore(tmp_path / "run") as store:
+        store.save(1, State(store.load().arrays, {"step": 1, "version": "0.0", "optimizer": {}}))
+    with trainer(client, tmp_path / "run") as two:
+        with pytest.raises(CheckpointError, match=r"by cleave-dask 0\.0, without random_state; resume it with that"):
+            two.resume()
+        two.step(**models.tokens())
 
 
 def test_the_trace_has_a_row_for_every_tile_and_is_saved(client: Client, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_values_are_frozen_and_copied_with_replace() -> None:
         (lambda: replace(PI, memory=True), "'pi': memory is True"),
         (lambda: replace(PI, down=1e6), "'pi': down is 1000000.0; give a Link"),  # type: ignore[arg-type]
         (lambda: Server(egress=0.0), "egress is 0.0"),
+        (lambda: Server(processes=0), "processes is 0; give a whole number above zero"),
         (lambda: Fleet(Server(), ()), "0 devices; give it at least one"),
         (lambda: Fleet(Server(), (PI, PI)), "two devices are called 'pi'"),
         (lambda: Fleet(None, (PI,)), "server is None"),  # type: ignore[arg-type]
@@ -137,6 +138,7 @@ def test_a_file_expands_counts_and_fills_in_defaults(tmp_path: Path) -> None:
         ("server = 3\n" + DEVICE, "write it as a"),
         ("[sever]\n" + DEVICE, "unknown table 'sever'; did you mean 'server'"),
         ("[server]\negres = 1\n" + DEVICE, r"\[server\] has no key 'egres'; did you mean 'egress'"),
+        ("[server]\nprocesses = 1.5\n" + DEVICE, "processes is 1.5; give a whole number above zero"),
         ('[server]\negress = "quick"\n' + DEVICE, r"\[server\] egress is 'quick'"),
         (DEVICE + "fflops = 3", "'pi' has no key 'fflops'; did you mean 'flops'"),
         (DEVICE + "count = 0", "count is 0"),
@@ -174,7 +176,7 @@ def test_a_misspelled_name_gets_a_hint() -> None:
         Fleet.load("lab8")
 
 
-KEYS = st.sampled_from(["name", "count", "flops", "memory", "down", "up", "latency", "egress", "x"])
+KEYS = st.sampled_from(["name", "count", "flops", "memory", "down", "up", "latency", "egress", "processes", "x"])
 VALUES = st.one_of(
     st.sampled_from(['"pi"', '"1 GB"', '"1 MB/s"', '"5 ms"', "1", "-1", "0", "nan", "inf", "true", "[]", "{}", "1e9"]),
     st.sampled_from(["1979-05-27", "07:32:00", '""', "9" * 40, "0x" + "f" * 5000, '"1 GFLOP/s"', '"\\u0000"']),
@@ -217,7 +219,7 @@ def test_workers_become_devices_with_defaults_for_what_they_left_out() -> None:
     )
     assert fleet.device("a") == Device("a", 1e9, 2e9, Link(3e6, 0.1), Link(4e5, 0.1))
     assert fleet.device("b").memory == WORKER_DEFAULTS["memory"]
-    assert fleet.server == Server()
+    assert fleet.server == Server(processes=1)
 
 
 @pytest.mark.parametrize("info", [{"flops": -1}, {"down": "x"}, {"memory": None}, None, 3, [1]])

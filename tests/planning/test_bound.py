@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -77,12 +77,18 @@ def uneven(*devices: tuple[float, float]) -> Fleet:
     return Fleet(Server(1e15, 1e15, 1e15, 1e15), tuple(made))
 
 
-@pytest.mark.parametrize("links", [((4e4, 2e4),), ((4e4, 2e4), (4e4, 4e3)), ((6e4, 1e4), (2e4, 5e3))])
+@pytest.mark.parametrize(
+    "links",
+    [((4e4, 2e4),), ((4e4, 2e4), (4e4, 4e3)), ((6e4, 1e4), (2e4, 5e3)), ((6e4, 1e4), (3e4, 1e4), (2e4, 5e3))],
+)
 @pytest.mark.parametrize("size", [(12, 12, 12), (24, 6, 12), (6, 6, 48)])
 def test_plans_come_close_to_the_best_of_all_guillotine_cuts(
     links: tuple[tuple[float, float], ...], size: tuple[int, int, int]
 ) -> None:
-    """Every way to cut the cuboid in two at a multiple of 3, or not at all, with every number of equal tiles."""
+    """Every way to give each of some devices one box, cut at multiples of 3, in strips of one row or column.
+
+    Of one, two and three boxes every partition is a guillotine cut, so that these are all there are on that grid.
+    """
     fleet, what = uneven(*links), shape(*size)
     rates = Rates.of(fleet)
     best = min(
@@ -96,19 +102,28 @@ def test_plans_come_close_to_the_best_of_all_guillotine_cuts(
 
 
 def cuts(size: tuple[int, int, int], devices: int) -> list[tuple[list[list[int]], list[int]]]:
-    """Every device alone, and every two devices on either side of every cut, in strips of one row or column."""
-    boxes: list[tuple[list[list[int]], list[int]]] = []
+    """Every partition into boxes, as many as some of the devices, and every way to deal them out."""
     whole = [0, size[0], 0, size[1], 0, size[2]]
-    for device in range(devices):
-        boxes += [stripped([whole], [device], axis) for axis in (0, 1)]
-    for first, second in combinations(range(devices), 2):
-        for axis in range(3):
-            for edge in range(3, size[axis], 3):
-                one, other = list(whole), list(whole)
-                one[2 * axis + 1] = other[2 * axis] = edge
-                for owner in ([first, second], [second, first]):
-                    boxes += [stripped([one, other], owner, strips) for strips in (0, 1)]
-    return boxes
+    found: list[tuple[list[list[int]], list[int]]] = []
+    for count in range(1, devices + 1):
+        for boxes, owner in product(_partitions(whole, count), permutations(range(devices), count)):
+            found += [stripped(boxes, list(owner), axis) for axis in (0, 1)]
+    return found
+
+
+def _partitions(box: list[int], parts: int) -> list[list[list[int]]]:
+    """A box in so many, one cut after another."""
+    if parts == 1:
+        return [[box]]
+    found = []
+    for axis in range(3):
+        for edge in range(box[2 * axis] + 3, box[2 * axis + 1], 3):
+            one, other = list(box), list(box)
+            one[2 * axis + 1] = other[2 * axis] = edge
+            for first in range(1, parts):
+                sides = _partitions(one, first), _partitions(other, parts - first)
+                found += [[*left, *right] for left, right in product(*sides)]
+    return found
 
 
 def stripped(boxes: list[list[int]], owner: list[int], axis: int) -> tuple[list[list[int]], list[int]]:

@@ -130,24 +130,23 @@ class Dispatching(RuleBasedStateMachine):
             assert set(self.dispatcher.flying(device)) == {p for p, holder in self.flying.items() if holder == device}
 
     def teardown(self) -> None:
-        """Whatever has happened: if one device stays and works, everything gets done."""
-        for device in self.present - {"a"}:
-            self.leave(device)
+        """Whatever has happened: if one device stays and works, or all do, everything gets done."""
         self.join("a", 1e9)
-        self.pause_all_off()
+        for device in self.present - {"a"} if len(self.works) % 2 else ():
+            self.leave(device)
+        self.paused.clear()
+        for device in self.present:
+            self.dispatcher.device_paused(device, False)
         for _ in range(4 * len(self.works) + 4):
             self.now += 1.0
-            self.dispatcher.device_heard("a", self.now)
+            for device in self.present:
+                self.dispatcher.device_heard(device, self.now)
             self.place()
             for parcel in list(self.flying):
                 self.end(parcel, 0.1, done=True)
         assert not self.waiting
         assert not self.flying
         super().teardown()
-
-    def pause_all_off(self) -> None:
-        self.paused.clear()
-        self.dispatcher.device_paused("a", False)
 
 
 TestDispatching = Dispatching.TestCase
@@ -203,6 +202,21 @@ def test_silence_is_noticed_in_time_and_others_take_over() -> None:
     assert dispatcher.parcel_ready("q", 0, "stopped", SECOND, limit + 0.2) is None
     dispatcher.device_heard("stopped", limit + 1.0)
     assert dispatcher.settle(limit + 1.0) == [("q", "stopped")]
+
+
+def test_a_parcel_that_everybody_was_late_with_is_not_left_lying() -> None:
+    dispatcher = joined("one", "other")
+    assert dispatcher.parcel_ready("p", 0, "one", SECOND, 0.0) == "one"
+    now, had = 0.0, []
+    for _ in range(3):
+        now += 100.0
+        (handover,) = dispatcher.tick(now)
+        had.append(handover.device)
+        dispatcher.parcel_ready("p", 0, "one", SECOND, now)
+        for device in ("one", "other"):
+            dispatcher.device_heard(device, now + 1.0)
+        assert [parcel for parcel, _ in dispatcher.settle(now + 1.0)] == ["p"]
+    assert had[:2] == ["one", "other"]
 
 
 def test_the_last_device_is_waited_for() -> None:

@@ -168,7 +168,8 @@ def test_bad_input_says_what_how_much_and_what_to_do() -> None:
 def test_a_partition_can_be_drawn() -> None:
     found = plan(graph_of(make_gemm(512, 256, 4096)), Fleet.sample(12))
     drawn = draw_partition(found, "g")
-    assert drawn.startswith("<svg")
-    assert drawn.count("<rect") >= 1
+    assert drawn.svg.startswith("<svg")
+    assert drawn.svg.count("</title></rect>") >= found.devices_used
+    assert drawn.png.startswith(b"\x89PNG")
     with pytest.raises(KeyError, match="is not sent out"):
         draw_partition(found, "nothing")

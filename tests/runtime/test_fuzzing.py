@@ -1,12 +1,19 @@
 """Every parser of bytes that a device sends: whatever comes, it is read or refused, with no more memory than allowed.
 
-`make fuzz` runs the same with many more examples.
+`make fuzz` runs the same for minutes each, and prints how many examples that were.
 """
 
 from __future__ import annotations
 
+import os
 import struct
+from base64 import b64decode, encodebytes
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache, wraps
+from resource import RUSAGE_SELF, getrusage
+from time import monotonic
 from typing import Any
 
 import msgpack
@@ -21,6 +28,7 @@ from hypothesis import strategies as st
 from cleave_dask.errors import AccessError, CleaveError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.runtime import checking as check
+from cleave_dask.runtime.certificates import Authority, make_request
 from cleave_dask.runtime.conversations import WithCluster, WithScheduler, WithServer
 from cleave_dask.runtime.decoding import HEADER, OPAQUE, Allowance, Refused, read_array, receive
 from cleave_dask.runtime.enrolment import parse_join
@@ -31,6 +39,37 @@ from cleave_dask.runtime.tokens import parse_token
 
 LIMIT = 1 << 16
 QUIET = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # for each parser, by `make fuzz`
+
+
+def fuzzed(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Give a parser as many examples as a property has or, by `make fuzz`, as come in the time that it has."""
+
+    def decorate(test: Callable[..., None]) -> Callable[[], None]:
+        count = 0
+
+        @wraps(test)
+        def counted(**drawn: Any) -> None:
+            nonlocal count
+            count += 1
+            test(**drawn)
+
+        examples = QUIET(given(*strategies)(counted))
+
+        def many() -> None:
+            start = monotonic()
+            examples()
+            while monotonic() - start < SECONDS:
+                examples()
+            if SECONDS:
+                most = getrusage(RUSAGE_SELF).ru_maxrss / 1e3
+                print(f"\n{test.__name__}: {count:,} examples in {monotonic() - start:.0f} s, {most:.0f} MB at most")
+
+        many.__name__ = many.__qualname__ = test.__name__
+        return many
+
+    return decorate
+
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20)
 plain = st.recursive(
@@ -82,15 +121,13 @@ def written(message: Any) -> bytes:
     return b"".join(frames)
 
 
-@QUIET
-@given(st.binary(max_size=400))
+@fuzzed(st.binary(max_size=400))
 def test_bytes_are_read_or_refused(content: bytes) -> None:
     with suppress(Refused):
         read(content)
 
 
-@QUIET
-@given(
+@fuzzed(
     st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 300), max_size=6),
     st.binary(max_size=300),
     st.integers(0, 2**64 - 1),
@@ -101,8 +138,7 @@ def test_lengths_are_checked_before_memory_is_taken(lengths: list[int], rest: by
         read(head + rest)
 
 
-@QUIET
-@given(plain, st.data())
+@fuzzed(plain, st.data())
 def test_mutated_messages_are_read_or_refused(message: Any, data: st.DataObject) -> None:
     array = np.arange(6, dtype=data.draw(st.sampled_from(["float32", "float64", "uint16", "int64", "complex64"])))
     content = bytearray(written({"op": "x", "told": message, "array": to_serialize(array.reshape(2, 3).T)}))
@@ -112,8 +148,7 @@ def test_mutated_messages_are_read_or_refused(message: Any, data: st.DataObject)
         read(bytes(content))
 
 
-@QUIET
-@given(st.data())
+@fuzzed(st.data())
 def test_descriptions_of_arrays_are_read_or_refused(data: st.DataObject) -> None:
     wholes = st.lists(st.integers(0, 4) | anything, max_size=4)
     form = {"dtype": [0, "<f4"], "shape": [2], "strides": [4], "writeable": [True]}
@@ -154,8 +189,7 @@ def test_what_needs_a_pickle_is_opaque_and_what_is_too_large_is_refused() -> Non
         read(written(msgpack.ExtType(1, b"x")))
 
 
-@QUIET
-@given(plain, st.sampled_from(sorted({**WithScheduler.calls, **WithServer.calls, **WithScheduler.stream})), st.data())
+@fuzzed(plain, st.sampled_from(sorted({**WithScheduler.calls, **WithServer.calls, **WithScheduler.stream})), st.data())
 def test_conversations_admit_or_refuse(value: Any, op: str, data: st.DataObject) -> None:
     fields = {**WithScheduler.calls, **WithServer.calls, **WithScheduler.stream}[op]
     message = {name: data.draw(plain, label=name) for name in fields} if data.draw(st.booleans()) else {"x": value}
@@ -169,8 +203,7 @@ def test_conversations_admit_or_refuse(value: Any, op: str, data: st.DataObject)
                 talk.admit(one)
 
 
-@QUIET
-@given(st.dictionaries(st.sampled_from(["flops", "down", "up", "latency", "memory", "cores", "x"]), plain))
+@fuzzed(st.dictionaries(st.sampled_from(["flops", "down", "up", "latency", "memory", "cores", "x"]), plain))
 def test_what_a_device_says_of_itself_never_breaks_planning(told: dict[str, Any]) -> None:
     said = {"role": "device", "version": "0", "kernel": "numpy", **told}
     packed = msgpack.unpackb(msgpack.packb({"cleave": said}), use_list=False, strict_map_key=False)
@@ -183,8 +216,7 @@ def test_what_a_device_says_of_itself_never_breaks_planning(told: dict[str, Any]
     assert isinstance(metrics["memory"] + metrics["spilled_bytes"]["memory"], int | float)
 
 
-@QUIET
-@given(plain | st.binary(max_size=200))
+@fuzzed(plain | st.binary(max_size=200))
 def test_orders_tokens_and_requests_are_read_or_refused(value: Any) -> None:
     packed = msgpack.unpackb(msgpack.packb(value), use_list=False, strict_map_key=False)
     with pytest.raises(Refused):
@@ -195,6 +227,34 @@ def test_orders_tokens_and_requests_are_read_or_refused(value: Any) -> None:
         parse_join(str(value).encode(errors="replace"))
     if isinstance(packed, dict):
         assert peer_of({"subject": [[(str(key), str(one))] for key, one in packed.items()]}) is None
+
+
+@fuzzed(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4), st.booleans())
+def test_signing_requests_are_signed_or_refused(changes: list[tuple[int, int]], within: bool) -> None:
+    """Changed as they travel, or within their armour."""
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    authority, request = _authority(now)
+    content = bytearray(pem_of(request) if not within else request)
+    for place, byte in changes:
+        content[place % len(content)] = byte
+    try:
+        signed = authority.sign(pem_of(content) if within else bytes(content), "device", "x", now, 1)
+    except AccessError:
+        assert changes
+    else:
+        assert b"BEGIN CERTIFICATE" in signed
+
+
+@cache
+def _authority(now: datetime) -> tuple[Authority, bytes]:
+    """An authority, and a signing request without its armour."""
+    lines = make_request("x")[1].splitlines()
+    return Authority(*Authority.create(now)), b64decode(b"".join(lines[1:-1]))
+
+
+def pem_of(request: bytes | bytearray) -> bytes:
+    begin, end = (f"-----{word} CERTIFICATE REQUEST-----\n".encode() for word in ("BEGIN", "END"))
+    return begin + encodebytes(request) + end
 
 
 def test_an_order_is_read_as_it_was_written() -> None:

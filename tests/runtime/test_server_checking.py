@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cleave_dask.errors import DistrustedError
+from cleave_dask.runtime.server_checking import Checker
 from cleave_dask.runtime.server_gathering import Attempt, TileRejected
 from cleave_dask.runtime.tiles import TileSpec
 from tests import models
+from tests.runtime.test_gathering import grid, merged_gemm, multiply
 from tests.steps import Local
 
 BATCH = models.tokens(batch=4, length=16)
@@ -99,3 +105,46 @@ def test_earlier_micro_batches_of_a_distrusted_update_are_done_again() -> None:
         run.step(parts[1])
     run.checked, run.wrong, run.finished = True, frozenset(), 0
     assert [run.step(part)["loss"] for part in parts] == expected
+
+
+@pytest.mark.parametrize("parts", [(1, 4, 1), (4, 1, 2), (3, 3, 2), (9, 2, 1)])
+def test_tiles_along_a_slice_share_its_products_and_are_told_apart(parts: tuple[int, int, int]) -> None:
+    """In whatever order they come, and however often; nothing is kept of a tile that has come."""
+    gemm = merged_gemm(36, (20, 7, 30), 24)
+    generator = torch.Generator().manual_seed(0)
+    values = {part.name: torch.randn(part.shape, generator=generator) for side in gemm.inputs for part in side.parts}
+    tiles = grid(gemm, parts)
+    checker = Checker(gemm, tiles, values.__getitem__)
+    order = np.random.default_rng(0).permutation(len(tiles)).tolist()
+    made = {number: multiply(gemm, number, tiles[number], values.__getitem__) for number in order}
+    for number in order:
+        wrong = made[number][0].copy()
+        wrong[-1, 0] += 0.1
+        assert not checker.right(number, [wrong])
+        assert checker.right(number, made[number])
+    assert not checker._known
+    assert all(checker.right(number, made[number]) for number in order)
+    for number, other in pairwise(order):
+        if made[number][0].shape == made[other][0].shape:
+            assert not checker.right(number, made[other])
+
+
+def test_a_slice_is_read_once_for_all_tiles_along_it() -> None:
+    gemm = merged_gemm(16, (40, 40, 40), 24)
+    values = {part.name: torch.ones(part.shape) for side in gemm.inputs for part in side.parts}
+    tiles, reads = grid(gemm, (2, 5, 1)), Counter[str]()
+
+    def read(name: str) -> torch.Tensor:
+        reads[name] += 1
+        return values[name]
+
+    checker = Checker(gemm, tiles, read)
+    made = [multiply(gemm, number, tile, values.__getitem__) for number, tile in enumerate(tiles)]
+    assert checker.right(0, made[0])
+    assert set(checker._known) == {1, 2, 3, 4}
+    before = sum(reads.values())
+    with ThreadPoolExecutor(4) as pool:  # of tiles that come together, one computes what they share
+        assert all(pool.map(checker.right, range(1, 5), made[1:5]))
+    assert sum(reads.values()) - before == 4, (
+        "each looks at its own rows of A and multiplies nothing but its own numbers"
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from distributed.comm import connect
@@ -142,11 +142,18 @@ async def silent(address: str) -> bool:
         writer.close()
 
 
-async def mute(files: Files, address: str) -> bool:
-    """Shake hands over TLS and never send the greeting: whether the other side ends it."""
+async def mute(files: Files, address: str, *, dripping: bool = False) -> bool:
+    """Shake hands over TLS and send no greeting, or a byte of it now and then: whether the other side ends it."""
     host, port = address.rpartition("/")[2].rsplit(":", 1)
     context = security(files).get_connection_args("worker")["ssl_context"]
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+
+    async def drip() -> None:
+        for byte in lengths(1 << 19):
+            writer.write(bytes([byte]))
+            await asyncio.sleep(1)
+
+    dripped = asyncio.ensure_future(drip()) if dripping else None
     try:
         while await asyncio.wait_for(reader.read(1 << 16), PATIENCE):
             pass
@@ -156,4 +163,37 @@ async def mute(files: Files, address: str) -> bool:
     except OSError:
         return True
     finally:
+        if dripped is not None:
+            dripped.cancel()
         writer.close()
+
+
+async def flood(files: Files, address: str, count: int, other: Files) -> tuple[int, bool]:
+    """Open so many connections: how many stay open, and whether somebody else is let in meanwhile."""
+    opened = 0
+    async with AsyncExitStack() as stack:
+        for _ in range(count):
+            with suppress(OSError):
+                await stack.enter_async_context(connected(files, address))
+                opened += 1
+        try:
+            await stack.enter_async_context(connected(other, address))
+        except OSError:
+            return opened, False
+        return opened, True
+
+
+def slow(files: Files, address: str) -> list[Coroutine[Any, Any, bool]]:
+    """Connections that are opened and hardly used: whether the other side ends each."""
+    return [silent(address), mute(files, address), mute(files, address, dripping=True)]
+
+
+async def drip(files: Files, address: str) -> float:
+    """Greet, begin a message and go on with a byte a second: after how many seconds the other side ends it."""
+    async with connected(files, address) as comm:
+        start = monotonic()
+        with suppress(OSError):
+            for byte in lengths(1 << 19) + bytes(int(4 * PATIENCE)):
+                await comm.stream.write(bytes([byte]))
+                await asyncio.sleep(1)
+        return monotonic() - start

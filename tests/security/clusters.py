@@ -11,6 +11,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+import psutil
 import torch
 from distributed import Client
 
@@ -28,11 +29,11 @@ FIGURES = {"FLOPS": "1e9", "DOWN": "1e8", "UP": "1e8", "LATENCY": "1e-3"}
 class SecuredCluster(ServedCluster):
     """Scheduler, server and enrolment over TLS on this machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processes: int = 1) -> None:
         self.root = folder
         self.keys = ServerFolder(folder / "server")
         self.keys.create("cleave-server")
-        super().__init__(place=Place(folder=self.keys))
+        super().__init__(place=Place(folder=self.keys), processes=processes)
         port = int(self.scheduler_address.rpartition(":")[2])
         self.enrolment = Enrolment(self.keys, scheduler_port=port, days=1)
         run: Any = self.sync
@@ -66,8 +67,30 @@ class SecuredCluster(ServedCluster):
             process.kill()
             process.wait()
 
+    @property
+    def porter_pids(self) -> list[int]:
+        """Processes of the server's porters, as they are now."""
+        children = psutil.Process(self.server_pid).children()
+        return [child.pid for child in children if "cleave_dask.runtime.porter" in _command(child)]
+
     def log(self, name: str) -> str:
         return (self.root / f"{name}.log").read_text(errors="replace")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        command: list[str] = process.cmdline()
+    except psutil.Error:  # it has just ended
+        return []
+    return command
+
+
+def porters_of(client: Client) -> list[str]:
+    """Addresses of the server's porters."""
+    scheduler: Any = client.scheduler
+    (server,) = client.sync(scheduler.cleave_info)["server"].values()
+    addresses: list[str] = list(server["porters"])
+    return addresses
 
 
 def devices_of(client: Client) -> dict[str, Any]:

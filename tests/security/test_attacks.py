@@ -25,11 +25,12 @@ from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.certificates import Authority
 from cleave_dask.runtime.cluster import inspect
 from cleave_dask.runtime.credentials import Files, write_private
+from cleave_dask.runtime.guarding import CONNECTIONS
 from cleave_dask.runtime.trainer import Trainer
 from tests import models
 from tests.security import attackers
 from tests.security.attackers import Exploit, call, lengths, registration, send_raw, stream
-from tests.security.clusters import SecuredCluster, devices_of, until_joined
+from tests.security.clusters import SecuredCluster, devices_of, porters_of, until_joined
 from tests.waiting import until
 
 PUSH = {"op": "cleave_push", "run": "x", "step": 0, "job": 0, "tile": 0, "device": "honest", "arrays": ()}
@@ -101,10 +102,12 @@ def test_the_scheduler_runs_nothing_and_obeys_no_device(
         {"op": "task-erred", **_erred("x"), "exception": ToPickle(exploit), "traceback": to_serialize(exploit)},
         {"op": "add-keys", "keys": ["x"], "worker": honest},
         {"op": "log-event", "topic": "all", "msg": ToPickle(exploit)},
+        {"op": "log-event", "topic": "all", "msg": bomb()},
         {"op": "worker-status-change", "status": "paused", "stimulus_id": "x", "worker": honest},
     )
 
     async def attack() -> dict[str, Any]:
+        slow = asyncio.gather(*attackers.slow(mallory, address), *attackers.slow(mallory, cluster.url))
         answers = {name: await call(mallory, address, message) for name, message in refused.items()}
         answers |= {name: await stream(mallory, address, "mallory", message) for name, message in streamed.items()}
         answers["another name"] = (await call(mallory, address, registration("honest")))["status"]
@@ -113,20 +116,31 @@ def test_the_scheduler_runs_nothing_and_obeys_no_device(
         )["status"]
         answers["10 GB"] = await send_raw(mallory, address, lengths(10_000_000_000))
         answers["many frames"] = await send_raw(mallory, address, lengths(*([8] * 5000)))
+        answers["slow"] = await slow
         return answers
 
+    process = psutil.Process(cluster.scheduler_pid)
+    memory = process.memory_info().rss
     answers = asyncio.run(attack())
     closed = {name for name, answer in answers.items() if answer == "closed"}
     assert closed == {*refused, *streamed, "10 GB", "many frames"}
     assert (answers["another name"], answers["metrics"]) == ("OK", "OK")
+    assert answers["slow"] == [True] * 6, "where devices enrol, too"
     scheduler: Any = client.scheduler
     before = client.sync(scheduler.cleave_refused)
     assert before >= len(closed)
     asyncio.run(stream(mallory, address, "mallory", *harmless))
     assert client.sync(scheduler.cleave_refused) == before, "what a stock worker might say is cleaned, not refused"
+    assert process.memory_info().rss - memory < 50e6
     until(lambda: set(devices_of(client)) == {"honest"}, "mallory is gone")
     assert devices_of(client)["honest"]["running"]
     assert train(client)[0] == clean
+
+
+def bomb() -> Serialized:
+    """An array whose 100 KB become 100 MB where they are unpacked."""
+    header, _ = serialize(np.zeros(8))
+    return Serialized({**header, "compression": ("zlib",)}, [zlib.compress(bytes(100 << 20))])
 
 
 def _finished(key: str) -> dict[str, Any]:
@@ -139,13 +153,11 @@ def _erred(key: str) -> dict[str, Any]:
     return {"key": key, "run_id": 0, **told, "startstops": (), "stimulus_id": "x", "status": "error"}
 
 
+@pytest.mark.usefixtures("dripping")  # from here on three messages drip
 def test_the_server_runs_nothing_and_takes_no_memory(
-    cluster: SecuredCluster, client: Client, mallory: Files, exploit: Exploit, clean: list[float]
+    server: tuple[str, int], client: Client, mallory: Files, exploit: Exploit, clean: list[float]
 ) -> None:
-    address = inspect(client).server
-    header, _ = serialize(np.zeros(8))
-    bomb = zlib.compress(bytes(100 << 20))
-    packed = Serialized({**header, "compression": ("zlib",)}, [bomb])
+    address, pid = server
     refused = {
         "code": {"op": "run", "function": exploit.pickled},
         "code in a coroutine": {"op": "run_coroutine", "function": ToPickle(exploit), "wait": True},
@@ -154,27 +166,27 @@ def test_the_server_runs_nothing_and_takes_no_memory(
         "another's data": {"op": "get_data", "keys": ["x"], "who": "x"},
         "weights": {"op": "cleave_get", "run": "x", "name": "y"},
         "to be a client": {"op": "cleave_optimizer", "run": "x", "packed": exploit.pickled},
-        "a bomb": {"op": "cleave_probe_up", "data": [packed]},
+        "a bomb": {"op": "cleave_probe_up", "data": [bomb()]},
         "a probe that is too large": {"op": "cleave_probe_up", "data": [to_serialize(np.zeros(3 << 20))]},
     }
-    process = psutil.Process(cluster.server_pid)
+    process = psutil.Process(pid)
 
     async def attack() -> dict[str, Any]:
-        slow = [asyncio.ensure_future(one) for one in (attackers.silent(address), attackers.mute(mallory, address))]
+        slow = asyncio.gather(*attackers.slow(mallory, address))
         answers = {name: await call(mallory, address, message) for name, message in refused.items()}
         answers["10 GB"] = await send_raw(mallory, address, lengths(10_000_000_000))
         answers["pickles"] = await call(mallory, address, {**PUSH, "arrays": [ToPickle(exploit)]})
         answers["objects"] = await call(mallory, address, {**PUSH, "arrays": [to_serialize(exploit)]})
         stray = {**PUSH, "arrays": [to_serialize(np.zeros(8 << 20))]}  # 64 MB that nobody waits for
         answers["stray"] = await call(mallory, address, *[stray] * 3)
-        answers["slow"] = await asyncio.gather(*slow)
+        answers["slow"] = await slow
         return answers
 
     before = process.memory_info().rss
     answers = asyncio.run(attack())
     assert {name for name, answer in answers.items() if answer == "closed"} == {*refused, "10 GB"}
     assert all(not answers[name]["accepted"] for name in ("pickles", "objects", "stray"))
-    assert answers["slow"] == [True, True]
+    assert answers["slow"] == [True] * 3
     assert process.memory_info().rss - before < 50e6
     assert train(client)[0] == clean
 
@@ -209,6 +221,15 @@ def test_a_restart_ends_no_quarantine(cluster: SecuredCluster, client: Client, t
     assert answer == {"accepted": False, "why": "fallen is in quarantine: a wrong tile"}
 
 
+def test_a_flood_of_connections_ends_at_64_and_keeps_nobody_else_out(
+    cluster: SecuredCluster, client: Client, mallory: Files
+) -> None:
+    flooder = cluster.enrol("flooder")
+    for address in (cluster.scheduler_address, inspect(client).server, *porters_of(client)):
+        assert asyncio.run(attackers.flood(flooder, address, 80, mallory)) == (CONNECTIONS, True)
+    until(lambda: asyncio.run(call(flooder, address, {"op": "cleave_clock"})) != "closed", "it may come again")
+
+
 def test_another_authority_and_a_revoked_device_cannot_connect(
     cluster: SecuredCluster, client: Client, tmp_path: Path
 ) -> None:
@@ -219,15 +240,17 @@ def test_another_authority_and_a_revoked_device_cannot_connect(
     write_private(rogue.key, key)
     files = cluster.enrol("leaver")
     who = {"op": "cleave_clock"}
-    server = inspect(client).server
-    assert isinstance(asyncio.run(call(files, server, who)), float)
-    assert asyncio.run(call(rogue, server, who)) == "closed"
+    servers = [inspect(client).server, *porters_of(client)]
+    for server in servers:
+        assert isinstance(asyncio.run(call(files, server, who)), float)
+    for address in (*servers, cluster.scheduler_address):
+        assert asyncio.run(call(rogue, address, who)) == "closed"
     with cluster.device("leaver", files=files) as process:
         until_joined(client, "leaver")
         cluster.keys.change(lambda register: register.revoke("leaver"))
         assert process.wait(60) is not None, "a revoked device ends"
         until(lambda: "leaver" not in devices_of(client), "it has left")
-    for address in (server, cluster.scheduler_address):
+    for address in (*servers, cluster.scheduler_address):
         assert asyncio.run(call(files, address, who)) == "closed"
 
 

@@ -104,15 +104,15 @@ def test_the_six_commands_of_the_readme_train_over_tls(tmp_path: Path, started: 
     assert server.stdout is not None
     told = json.loads(server.stdout.readline())
     assert told["device"] == f"cleave join {told['url']} {told['token']}"
+    devices = []
     for join in joins:  # both at once, on one machine
         assert "https://127.0.0.1:8788 TOKEN" in join
-        start(join.replace("https://127.0.0.1:8788 TOKEN", f"{told['url']} {told['token']}"))
+        devices.append(start(join.replace("https://127.0.0.1:8788 TOKEN", f"{told['url']} {told['token']}")))
     names = [join.partition("--name ")[2].split()[0] for join in joins]
     assert len(set(names)) == 2
     for name in names:
         until(lambda who=name: f"{who} has joined" in (tmp_path / "serve.log").read_text(), name, seconds=120)  # type: ignore[misc]
-    devices = f".venv/bin/cleave devices --scheduler {told['scheduler']} --json"
-    listed = start(devices).communicate(timeout=240)[0]
+    listed = start(f".venv/bin/cleave devices --scheduler {told['scheduler']} --json").communicate(timeout=240)[0]
     tokens = {device["name"]: device["token"] for device in json.loads(listed)["devices"]}
     assert tokens == dict.fromkeys(names, told["token"].partition(".")[0])
     (tmp_path / "small.toml").write_text(RECIPE)
@@ -121,5 +121,22 @@ def test_the_six_commands_of_the_readme_train_over_tls(tmp_path: Path, started: 
     output, _ = training.communicate(timeout=240)
     assert training.returncode == 0, (tmp_path / "train.log").read_text()
     assert [json.loads(line)["step"] for line in output.splitlines()] == [1, 2]
+    revoked = start(f".venv/bin/cleave revoke {names[0]} --json").communicate(timeout=60)[0]
+    assert json.loads(revoked) == {"revoked": names[:1]}
+    assert devices[0].wait(60) is not None, "a revoked device ends"
+    assert devices[1].poll() is None
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 130
+
+
+def test_a_scheduler_without_tls_does_not_listen_to_other_machines() -> None:
+    command = [sys.executable, "-m", "dask", "scheduler", "--host", "0.0.0.0", "--port", "0", "--no-dashboard"]
+    ended = subprocess.run(
+        [*command, "--preload", "cleave_dask.runtime.scheduler"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "without TLS: whoever can reach it could run code here" in ended.stderr

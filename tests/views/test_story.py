@@ -73,7 +73,7 @@ def test_a_device_that_left_stays_in_the_table() -> None:
     table = story.devices()
     assert table["device"] == ["d-2", "d-10"]
     assert table["state"] == ["left", "here"]
-    assert story.headline()[3] == ("devices", "1", "1 left")
+    assert story.headline()[3] == ("devices", "1", "1 gone")
     story.take({**present("d-2", "d-10"), "events": [(3.0, {"action": "joined", "device": "d-2"})]})
     assert story.devices()["state"] == ["here", "here"]
 

@@ -1,0 +1,95 @@
+"""What a gemm takes in a step beyond what it takes by itself: words, confirmations, a round trip, server processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave_dask.fleet.devices import Device, Fleet, Link, Server
+from cleave_dask.graph.ir import Gemm, Operand
+from cleave_dask.planning.cost import BYTE_SECONDS, CONFIRMED, LEVEL_SECONDS, MESSAGE_BYTES, TILE_SECONDS, Rates, Shape
+from cleave_dask.planning.layout import lay_out
+from cleave_dask.planning.overhead import InStep
+from cleave_dask.planning.planner import plan
+from cleave_dask.planning.tiling import tile_gemm
+from cleave_dask.simulation.simulator import simulate
+from tests.strategies import fleets, graph_of, make_gemm
+
+MBIT = 1e6 / 8
+FAST = Link(1e9, 0.0)
+
+
+def edge(count: int, processes: int | None = 1) -> Fleet:
+    """Devices behind links of 100/10 Mbit/s."""
+    links = Link(100 * MBIT, 1e-3), Link(10 * MBIT, 1e-3)
+    return Fleet(Server(processes=processes), tuple(Device(f"d{n}", 1e10, 1e9, *links) for n in range(count)))
+
+
+def test_links_carry_words_and_confirmations_beside_the_numbers() -> None:
+    fleet, shape = edge(1, None), Shape("gemm", 100, 200, 300, 2.0 * 100 * 200 * 300, 4, 4)
+    ranges = np.array([[0, 50, 0, 200, 0, 300], [50, 100, 0, 200, 0, 300]])
+    layout = lay_out(shape, ranges, np.zeros(2, dtype=np.int64), Rates.of(fleet), fleet.server)
+    part = InStep.of(layout, Rates.of(fleet), fleet.server)
+    down, up = (100 + 200) * 300 * 4, 100 * 200 * 4
+    assert part.stages[0, 0] == pytest.approx((down + 2 * MESSAGE_BYTES + CONFIRMED * up) / (100 * MBIT))
+    assert part.stages[2, 0] == pytest.approx((up + 2 * MESSAGE_BYTES + CONFIRMED * down) / (10 * MBIT))
+    assert part.stages[1, 0] == layout.stages[1, 0]
+    assert part.seconds > layout.seconds + 2e-3  # the third round trip
+    assert "server" not in part.middle
+    busy = InStep.of(layout, Rates.of(fleet), Server(processes=2))
+    assert busy.middle["server"] == pytest.approx((2 * TILE_SECONDS + (down + up) * BYTE_SECONDS) / 2)
+
+
+@given(fleets(most=5, least_memory=1e8), st.tuples(*[st.integers(1, 2000)] * 3), st.sampled_from([None, 1, 3]))
+@settings(deadline=None, max_examples=30)
+def test_in_a_step_nothing_takes_less_than_by_itself(
+    fleet: Fleet, size: tuple[int, int, int], processes: int | None
+) -> None:
+    m, n, k = size
+    rates, server = Rates.of(fleet), replace(fleet.server, processes=processes)
+    layout = tile_gemm(Shape("gemm", m, n, k, 2.0 * m * n * k, 4, 4), rates, server)
+    part = InStep.of(layout, rates, server)
+    assert part.seconds >= layout.seconds
+    assert (part.stages >= layout.stages).all()
+    assert part.binding in ("downlink", "compute", "uplink", "latency", *part.middle)
+
+
+def test_every_level_waits_for_processes_and_a_server_may_bind() -> None:
+    chain = [make_gemm(512, 512, 512, name=f"x{n}", level=n + 1) for n in range(6)]
+    fleet = edge(4, None)
+    free = plan(graph_of(*chain), fleet, tiling="3d")
+    alone = plan(graph_of(chain[0]), fleet, tiling="3d")
+    assert free.seconds == pytest.approx(6 * alone.seconds)
+    assert all(row.seconds > row.bound_seconds + LEVEL_SECONDS for row in free.levels)
+    quick = Fleet(Server(processes=1), tuple(replace(one, flops=1e15, down=FAST, up=FAST) for one in fleet.devices))
+    served = plan(graph_of(*chain), quick, tiling="even", grid=(8, 8, 1))
+    assert served.binding == "server"
+    assert served.seconds > len(served.tiles) * TILE_SECONDS
+    unlimited = Fleet(replace(quick.server, processes=None), quick.devices)
+    assert plan(graph_of(*chain), unlimited, tiling="even", grid=(8, 8, 1)).seconds < 0.8 * served.seconds
+
+
+def chained(*parts: Gemm) -> list[Gemm]:
+    """Gemms each of which waits for the one before it."""
+    found = [parts[0]]
+    for part in parts[1:]:
+        waits = replace(part.inputs[0].parts[0], name=found[-1].outputs[0].name)
+        found.append(replace(part, inputs=(Operand((waits,)), part.inputs[1])))
+    return found
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_a_step_with_filler_takes_on_the_simulator_what_is_planned(count: int) -> None:
+    forward = [make_gemm(2048, 384, 1024, name=f"x{n}", level=n + 1) for n in range(6)]
+    backward = [make_gemm(2048, 1024, 384, name=f"y{n}", role="dX", level=n + 7) for n in range(6)]
+    chain = chained(*forward, *backward)
+    weights = [
+        chained(before, make_gemm(384, 1024, 2048, name=f"w{n}", role="dW", level=n + 7))[1]
+        for n, before in enumerate(chain[5:11])
+    ]
+    made = plan(graph_of(*chain, *weights), edge(count))
+    assert 0.9 <= simulate(made).seconds / made.seconds <= 1.1
