@@ -54,6 +54,7 @@ from cleave_dask.simulation.simulator import Simulator, simulate
 
 DEVICES = 8
 INSTANTS = 15
+LEAST = 0.01  # seconds: a recovery that is shorter, or none, counts as this where something is divided by it
 LLAMA = Llama(hidden=384, intermediate=1024, layers=4, heads=8, vocabulary=1024, batch=8, length=128)
 LONGER = (
     replace(LLAMA, batch=13),
@@ -138,7 +139,7 @@ def lost_at(planned: Plan, calm: float, after: float, number: int, rest: float) 
         "tiles lost": losing.tiles_lost,
         "their own time": losing.own,
         "restart": after,
-        "restart / recovery": after / max(extra - fewer, 1e-3),
+        "restart / recovery": after / max(extra - fewer, LEAST),
     }
 
 
@@ -223,13 +224,13 @@ def simulated() -> list[dict[str, Any]]:
         cost = (under.seconds - before.seconds) / lost
         rows.append({"system": before.system, "step": before.seconds, "a lost device": cost, "recovery": cost})
     for row in rows:
-        row["over ours"] = row["recovery"] / max(rows[0]["recovery"], 1e-3)
+        row["over ours"] = row["recovery"] / max(rows[0]["recovery"], LEAST)
     return rows
 
 
 def fleet_of() -> Fleet:
-    """Eight equal devices."""
-    return Fleet(Server(), tuple(Device(f"device-{n}", 2e10, 1e9, DOWN, UP) for n in range(DEVICES)))
+    """Eight equal devices, and a server that has one core for what it makes itself."""
+    return Fleet(Server(flops=5e10), tuple(Device(f"device-{n}", 2e10, 1e9, DOWN, UP) for n in range(DEVICES)))
 
 
 def show(title: str, rows: list[dict[str, Any]], file: Path | None) -> None:
@@ -290,7 +291,7 @@ def main() -> None:
                         "parcels lost": found["parcels"],
                         "their own time": found["own"],
                         "restart": restart,
-                        "restart / recovery": restart / max(recovery, 1e-3),
+                        "restart / recovery": restart / max(recovery, LEAST),
                     }
                 )
                 print(rows[-1], flush=True)

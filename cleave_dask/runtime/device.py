@@ -24,18 +24,18 @@ from distributed.system import MEMORY_LIMIT
 from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError
-from cleave_dask.graph.ir import LOGITS
 from cleave_dask.planning.cost import FILLER_SHARE
 from cleave_dask.runtime.clock import ServerClock
 from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
+from cleave_dask.runtime.multiplying import multiplied
 from cleave_dask.runtime.operands import Piece, SliceCache, assembled, operand_slices
 from cleave_dask.runtime.pausing import pause_while
 from cleave_dask.runtime.pipelines import Pipeline
 from cleave_dask.runtime.refusing import refuse_all_but_tiles
-from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, first_word, own_bytes
+from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, own_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +175,7 @@ class DeviceRuntime:
 
     def _multiply(self, spec: TileSpec, operands: Sequence[Sequence[Piece]]) -> tuple[tuple[Array, ...], float]:
         start = perf_counter()
-        arrays = [assembled(pieces) for pieces in operands]
-        if spec.kind in LOGITS:
-            arrays[2] = arrays[2] - first_word(spec.kind, spec.rows, spec.cols, spec.ks)
-        results = self.kernel.run(spec.kind, arrays, dtype=spec.dtype, causal=spec.causal, scale=spec.scale)
+        results = multiplied(self.kernel, spec, [assembled(pieces) for pieces in operands])
         return results, perf_counter() - start
 
 

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, TypeVar, cast
 
 import distributed
+from dask._task_spec import Task
 from dask.typing import Key
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -30,19 +31,23 @@ from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.dispatch import Dispatcher
+from cleave_dask.planning.mending import mends
 from cleave_dask.planning.parcels import Figures
 from cleave_dask.runtime.admission import SchedulerAdmission
 from cleave_dask.runtime.dealing import Dealing
 from cleave_dask.runtime.guarding import Guard
 from cleave_dask.runtime.orders import write_order
 from cleave_dask.runtime.spreading import Spread
-from cleave_dask.runtime.tasks import OrderedTask
+from cleave_dask.runtime.tasks import OrderedTask, mend_parcel
 from cleave_dask.runtime.turns import Measurements
 
 logger = logging.getLogger(__name__)
 
 TICK = 0.2
 """Seconds between two looks for late parcels."""
+
+MENDED = ("numpy", "torch")
+"""Kernels that the server has too: what it makes with them is what a device would have made."""
 
 _TAKEN_OVER = ("is_rootish", "decide_worker_non_rootish", "_task_to_msg")
 """Methods of Dask's scheduler that the plugin replaces."""
@@ -84,6 +89,7 @@ class SteeringPlugin(SchedulerPlugin):
         self.spread = Spread()  # of devices over the server's addresses
         self._granted: dict[Key, WorkerState] = {}
         self._sent: set[Key] = set()  # parcels that some device has had
+        self._mending: dict[Key, str] = {}  # parcels that the server makes, and the kernel of the device that was lost
         self._pumping = False
         self._stock_message = scheduler._task_to_msg
         for method, ours in zip(_TAKEN_OVER, (lambda ts: False, self.decide, self.message), strict=True):
@@ -141,6 +147,8 @@ class SteeringPlugin(SchedulerPlugin):
         spec = ts.run_spec
         if not isinstance(spec, OrderedTask) or spec.place == "server":
             return self._server
+        if ts.key in self._mending and self._server is not None:
+            return self._server
         granted = self._granted.pop(ts.key, None)
         if granted is not None and self._present(granted):
             return granted
@@ -160,7 +168,9 @@ class SteeringPlugin(SchedulerPlugin):
         spec = ts.run_spec
         if isinstance(spec, OrderedTask):
             message.update(who_has={}, nbytes={}, run_spec=ToPickle(spec.shipped()))
-            if spec.place == "device":
+            if ts.key in self._mending and ts.processing_on is self._server:
+                message["run_spec"] = ToPickle(Task(ts.key, mend_parcel, spec.args[0], self._mending[ts.key]))
+            elif spec.place == "device":
                 assert ts.processing_on is not None
                 server = self.spread.of(str(ts.processing_on.name))
                 message["run_spec"] = write_order(spec.args[0], server, ts.key in self._sent)
@@ -206,14 +216,19 @@ class SteeringPlugin(SchedulerPlugin):
     @_fatal
     def transition(self, key: Key, start: str, finish: str, *_: Any, **__: Any) -> None:
         """Keep the dispatcher's view of parcels in flight true, and accepted tiles safe."""
-        if start == "processing" and self.dispatcher.holder(key) is not None:
+        holder = self.dispatcher.holder(key) if start == "processing" else None
+        if holder is not None:
+            seconds = self.dispatcher.expected(key, holder)
             self.dispatcher.parcel_ended(key, monotonic(), done=finish == "memory")
+            if finish == "released" and not self._present(self._devices[holder]):
+                self._lost(key, holder, seconds)
             self._pump_soon()
         if start == "processing" and finish == "memory" and key in self._sent:
             self._secure(key)
         if finish == "forgotten":
             self.dispatcher.parcel_forgotten(key)
             self._granted.pop(key, None)
+            self._mending.pop(key, None)
             self._sent.discard(key)
 
     @_fatal
@@ -283,6 +298,15 @@ class SteeringPlugin(SchedulerPlugin):
 
     def _hear_pause(self, name: str, ws: WorkerState) -> None:
         self.dispatcher.device_paused(name, ws not in self.scheduler.running)
+
+    def _lost(self, key: Key, device: str, seconds: float) -> None:
+        """A device is gone that was to take `seconds` for a parcel: the server makes it, if it soon has it done."""
+        spec, kernel = self.scheduler.tasks[key].run_spec, self._devices[device].extra["cleave"].get("kernel")
+        if self._server is None or kernel not in MENDED or not isinstance(spec, OrderedTask):
+            return
+        if mends(spec.work, seconds, self._server.extra["cleave"]["flops"]):
+            self.dispatcher.parcel_forgotten(key)
+            self._mending[key] = kernel
 
     def _secure(self, key: Key) -> None:
         """A tile that the server has accepted is the server's: its device may leave, and nothing is computed again.

@@ -30,7 +30,7 @@ from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.trust import Trust
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.admission import ServerAdmission
-from cleave_dask.runtime.kernels import calm_products
+from cleave_dask.runtime.kernels import Kernel, calm_products, load_kernel, measure_flops
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.porters import Porters
@@ -38,10 +38,12 @@ from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
 from cleave_dask.runtime.roles import Peer
 from cleave_dask.runtime.server_desk import make_desk
 from cleave_dask.runtime.server_gathering import Array, Attempt, TileRejected
+from cleave_dask.runtime.server_mending import mend
 from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
 from cleave_dask.runtime.server_watching import Watch
+from cleave_dask.runtime.tiles import ParcelSpec
 from cleave_dask.runtime.wire import is_hollow, to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
@@ -61,6 +63,7 @@ class ServerRuntime:
         self.products: WeakValueDictionary[str, Product] = WeakValueDictionary()  # Dask owns them, as task results
         self.watches: WeakKeyDictionary[Training, Watch] = WeakKeyDictionary()  # what pages look at
         self.trust = trust
+        self._kernels: dict[str, Kernel] = {}  # of lost devices
         self._names: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()
         self.porters: Porters | None = None  # who talks with devices, if there are several processes
         self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
@@ -216,6 +219,10 @@ class ServerRuntime:
         """The end of a step."""
         return self._training(run).finish(step)
 
+    def mend(self, parcel: ParcelSpec, kernel: str) -> int:
+        """What a lost device had not delivered of a parcel, made here; how many tiles."""
+        return mend(self._run(parcel.run), parcel, self._kernel(kernel))
+
     def read_block(self, run: str, step: int, job: int, rows: Range, cols: Range) -> Array:
         """One block of a gathered gemm."""
         return self._run(run).gathering(job).block(rows, cols)
@@ -278,6 +285,12 @@ class ServerRuntime:
             raise StepError(f"the server knows no run '{run}'; it was closed, or the server has restarted")
         return found
 
+    def _kernel(self, name: str) -> Kernel:
+        """A kernel, as devices have them."""
+        if name not in self._kernels:
+            self._kernels[name] = load_kernel(name)
+        return self._kernels[name]
+
     def _training(self, run: str) -> Training:
         training = self._run(run)
         assert isinstance(training, Training)
@@ -299,6 +312,8 @@ class ServerRuntime:
 
 _ADMISSION = ServerAdmission()
 
+_SECONDS = 0.05  # that the server measures its speed for, with one thread as it makes tiles of lost devices
+
 
 async def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
@@ -314,9 +329,11 @@ async def dask_setup(worker: Worker) -> None:
     if porters:
         runtime.porters = Porters(porters, worker, worker.security, make_desk(runtime), runtime.porters_changed)
         runtime.porters.start()
+    flops = measure_flops(load_kernel("numpy"), seconds=_SECONDS)
     worker.startup_information["cleave"] = lambda _: {
         "role": "server",
         "version": __version__,
+        "flops": flops,
         "porters": [] if runtime.porters is None else runtime.porters.addresses,
     }
 

@@ -71,6 +71,11 @@ class Checker:
             operands, arrays, dtype=gemm.tile_dtype, causal=gemm.causal, scale=gemm.scale, seed=seed
         )
 
+    def operands(self, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
+        """The slices of all operands over these ranges, as devices get them."""
+        sliced = (operand_slice(self.gemm, number, ranges, self.read) for number, ranges in enumerate(spans))
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis) for parts, axis in sliced]
+
     def _computed(self, number: int, high: bool) -> tuple[RightSide, Array]:
         """A tile's vectors, and what they must give: the slice along its shorter side times B X.
 

@@ -6,7 +6,7 @@ is the same bit for bit whatever the devices do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
@@ -21,6 +21,7 @@ from cleave_dask.planning.cost import extent
 from cleave_dask.planning.slices import SIDED
 from cleave_dask.planning.values import Tile
 from cleave_dask.runtime.interpreter import empty_output
+from cleave_dask.runtime.trace import HERE
 from cleave_dask.runtime.wire import to_wire, wire_dtype
 from cleave_dask.runtime.wire_torch import from_wire
 
@@ -67,6 +68,10 @@ class Attempt:
             arrived,
             moved or {},
         )
+
+    def moved_up(self, arrays: Iterable[Any]) -> int:
+        """Bytes that travelled with these arrays of a tile."""
+        return 0 if self.device == HERE else sum(getattr(array, "nbytes", 0) for array in arrays)
 
     @property
     def started(self) -> float:

@@ -31,6 +31,10 @@ class Product:
         """The slice of an operand that a device asks for."""
         return operand_slice(self.gemm, operand, ranges, self._checker.read)
 
+    def operands(self, step: int, job: int, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
+        """The slices of both operands of a tile that is made here."""
+        return self._checker.operands(spans)
+
     def accept(
         self, step: int, job: int, tile: int, arrays: list[Array], attempt: Attempt, *, check: bool = True
     ) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from threading import Lock
@@ -18,6 +18,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.calibration import Calibration
 from cleave_dask.planning.cost import tile_flops
 from cleave_dask.planning.values import Plan
+from cleave_dask.runtime.counting import Counters
 from cleave_dask.runtime.history import History
 from cleave_dask.runtime.interpreter import Scope, load_constants, owned, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
@@ -36,21 +37,6 @@ class Settings:
 
     clip_norm: float | None = None  # largest norm of all gradients together
     accumulate: int = 1  # micro-batches whose gradients are averaged into one update
-
-
-@dataclass
-class Counters:
-    """What one step moved; the record that the client gets."""
-
-    down_bytes: int = 0
-    up_bytes: int = 0
-    tiles: int = 0
-    tiles_of: Counter[str] = field(default_factory=Counter)  # accepted tiles, by device
-    retries: int = 0
-    rejected: int = 0
-    reused: int = 0  # tiles that were on disk already
-    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by use
-    started: float = field(default_factory=perf_counter)
 
 
 class Training:
@@ -157,6 +143,11 @@ class Training:
             self.counters.down_bytes += sum(part.nbytes for part in parts)
         return parts, axis
 
+    def operands(self, step: int, job: int, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
+        """The slices of all operands of a tile that is made here, as they would travel."""
+        self._check_step(step)
+        return self._checker(job).operands(spans)
+
     def _checker(self, job: int) -> Checker:
         """What knows the operands of a job as they travel, and checks its tiles."""
         found = self._checkers.get(job)
@@ -188,13 +179,7 @@ class Training:
             self.flight.offer(job, tile, arrays)
         self._note(gathering.gemm, tile, attempt, seconds, ACCEPTED if fresh else DUPLICATE, arrays)
         with self._lock:
-            self.counters.spent["gather"] += seconds
-            self.counters.spent["pull"] += attempt.pull_seconds
-            self.counters.spent["compute"] += attempt.compute_seconds
-            self.counters.tiles_of[attempt.device] += fresh
-            self.counters.up_bytes += sum(array.nbytes for array in arrays)
-            self.counters.tiles += fresh
-            self.counters.retries += not fresh
+            self.counters.took(attempt, arrays, seconds, fresh=fresh)
             if fresh:
                 planned = self.lowered.schedule.jobs[job].tiles[tile]
                 work = tile_flops(self._job_gemm(job), planned), attempt.compute_seconds
@@ -223,7 +208,7 @@ class Training:
     ) -> None:
         """A row of the trace."""
         told = (attempt.started, attempt.queued_seconds, attempt.pull_seconds, attempt.compute_seconds)
-        moved = (attempt.down_bytes, sum(getattr(array, "nbytes", 0) for array in arrays))
+        moved = attempt.down_bytes, attempt.moved_up(arrays)
         head = (self.updates + 1, gemm.name, tile, attempt.device)
         self.trace.add((*head, *told, attempt.upload_seconds, seconds, outcome, *moved))
 
@@ -310,20 +295,8 @@ class Training:
             with self.updating:
                 self._update()
         self.counters.spent["update"] += perf_counter() - start
-        record = {
-            "step": self.updates,
-            "loss": sum(self._losses) / len(self._losses),
-            "seconds": perf_counter() - self.counters.started,
-            "down_bytes": self.counters.down_bytes,
-            "up_bytes": self.counters.up_bytes,
-            "tiles": self.counters.tiles,
-            "retries": self.counters.retries,
-            "rejected": self.counters.rejected,
-            "reused": self.counters.reused,
-            "tiles_of": dict(self.counters.tiles_of),
-            "spent": dict(self.counters.spent),
-            "figures": self.calibration.figures(),
-        }
+        record = self.counters.record(self.updates, sum(self._losses) / len(self._losses))
+        record["figures"] = self.calibration.figures()
         if last:
             self._losses = []
             self.history.add({**record, "ended": time()})

@@ -13,6 +13,7 @@ from cleave_dask.errors import ClusterError
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.parcels import Work
 from cleave_dask.planning.values import Tile
+from cleave_dask.runtime.tiles import ParcelSpec
 
 NO_WORK = Work()
 
@@ -105,6 +106,12 @@ def finish_step(run: str, step: int) -> dict[str, Any]:
     """Server task: the end of a step; its record is what the client waits for."""
     record: dict[str, Any] = _server().finish_step(run, step)
     return record
+
+
+def mend_parcel(parcel: ParcelSpec, kernel: str) -> int:
+    """Server task: what a lost device had not delivered of a parcel, by the kernel that it had; how many tiles."""
+    made: int = _server().mend(parcel, kernel)
+    return made
 
 
 def read_block(run: str, step: int, job: int, rows: Range, cols: Range) -> Any:

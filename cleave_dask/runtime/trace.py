@@ -47,6 +47,10 @@ PARTS = ("queued", "download", "compute", "upload", "verify")
 COLOURS = dict(zip(PARTS, ("#cbd5e0", "#2b6cb0", "#dd6b20", "#38a169", "#805ad5"), strict=True))
 _SHOWN = 16  # devices that a notebook shows of a trace
 ACCEPTED, DUPLICATE = "accepted", "duplicate"
+
+HERE = "server"
+"""The device of a tile that the server made itself, because the one that had it was lost."""
+
 """Outcomes; any other one says why the tile was rejected."""
 
 MOST_ROWS = 1_000_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE
-from cleave_dask.simulation.device import Run
+from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, HERE
+from cleave_dask.simulation.device import Parcel, Run
 
 
 def rows_of(run: Run, gemm: str, device: str, now: float, *, by_tile: bool) -> list[tuple[Any, ...]]:
@@ -30,3 +30,12 @@ def rows_of(run: Run, gemm: str, device: str, now: float, *, by_tile: bool) -> l
         rows.append((*row, ACCEPTED if place >= first else DUPLICATE, round(fetched), round(result)))
         begun = down
     return rows
+
+
+def rows_made_here(parcel: Parcel, gemm: str, begun: float, now: float) -> list[tuple[Any, ...]]:
+    """A row for each tile that the server made of a lost device's parcel: nothing travelled."""
+    tiles = parcel.cut.tiles[parcel.seen :].tolist()
+    each = (now - begun) / max(1, len(tiles))
+    parcel.seen = len(parcel.cut.tiles)
+    times = [(begun + each * place, 0.0, 0.0, each, 0.0, 0.0) for place in range(len(tiles))]
+    return [(1, gemm, tile, HERE, *time, ACCEPTED, 0, 0) for tile, time in zip(tiles, times, strict=True)]

@@ -11,9 +11,7 @@ Nothing is random: the same plan and churn give the same trace.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
@@ -23,13 +21,15 @@ from cleave_dask.fleet.churn import Churn, Event
 from cleave_dask.graph.ir import ITEMSIZE, Gemm
 from cleave_dask.planning.cost import Shape
 from cleave_dask.planning.dispatch import Dispatcher
+from cleave_dask.planning.mending import mends
 from cleave_dask.planning.values import Plan, Tiles
 from cleave_dask.runtime.rounds import Schedule, followers, schedule
 from cleave_dask.runtime.trace import MOST_ROWS, Trace
+from cleave_dask.simulation.collecting import without_collecting
 from cleave_dask.simulation.cuts import Cut, cut, recut
 from cleave_dask.simulation.device import Attempt, Parcel, Run, SimulatedDevice
 from cleave_dask.simulation.measured import MEASURED, Costs
-from cleave_dask.simulation.recording import rows_of
+from cleave_dask.simulation.recording import rows_made_here, rows_of
 from cleave_dask.simulation.sharing import SharedLink, server_links
 
 TICK = 0.2
@@ -95,14 +95,11 @@ class Simulator:
 
     def run(self) -> Trace:
         """Play the step to its end."""
-        for number, left in enumerate(self._left_of_round):
-            if left == 0:
-                self._round_ready(number)
-        for number, left in enumerate(self._left_of_job):
-            if left == 0:
-                self._job_ready(number)
+        for left, ready in ((self._left_of_round, self._round_ready), (self._left_of_job, self._job_ready)):
+            for number in [number for number, count in enumerate(left) if count == 0]:
+                ready(number)
         self._settle()
-        with _without_collecting():
+        with without_collecting():
             self._play()
         server = self.fleet.server
         seconds = max(self.now, self.down_bytes / server.egress, self.up_bytes / server.ingress)
@@ -326,7 +323,7 @@ class Simulator:
     def _churn(self, event: Event) -> None:
         device = self.devices[event.device]
         self._unsettled = True
-        match event.kind:
+        match event.kind:  # of somebody who is not there nothing else can go wrong
             case "leave" if device.present:
                 self._left(event.device, device)
             case "join" if not device.present:
@@ -347,12 +344,11 @@ class Simulator:
                 device.relink(replace(device.device.down, bandwidth=event.bandwidth), device.device.up)
             case "up":
                 device.relink(device.device.down, replace(device.device.up, bandwidth=event.bandwidth))
-            case _:
-                pass  # it happens to somebody who is not there
 
     def _left(self, name: str, device: SimulatedDevice) -> None:
         """A device is gone; of its parcels under way those tiles count that were in before."""
         held, waited = self.dispatcher.flying(name), self.dispatcher.urgent(name)
+        soon = [number for number in held if self._soon_made(number, name)]
         for attempt in self._under_way.pop(name, []):
             kept = min(attempt.up_to, len(attempt.parcel.cut.tiles) - 1)
             attempt.parcel.accepted = max(attempt.parcel.accepted, kept)
@@ -362,7 +358,24 @@ class Simulator:
         self.lost += len(held)
         for number in (*held, *waited):
             self.dispatcher.parcel_forgotten(number)
-            self._ready(number)
+            (self._mend if number in soon else self._ready)(number)
+
+    def _soon_made(self, number: int, name: str) -> bool:
+        """Whether the server makes a parcel itself that a device has which leaves."""
+        seconds = self.dispatcher.expected(number, name)
+        return mends(self.parcels[number].cut.work, seconds, self.fleet.server.flops)
+
+    def _mend(self, number: int) -> None:
+        """The server makes what is left of a parcel, when it is through with what it has begun."""
+        parcel, begins = self.parcels[number], max(self._rounds_free, self.now)
+        self._rounds_free = begins + sum(parcel.cut.flops[parcel.accepted :]) / self.fleet.server.flops
+        self._at(self._rounds_free + self.costs.parcel, self._mended, number, begins)
+
+    def _mended(self, number: int, begun: float) -> None:
+        parcel = self.parcels[number]
+        if parcel.open:
+            self.rows += rows_made_here(parcel, self.schedule.jobs[parcel.job].gemm.name, begun, self.now)
+            self._accepted(number)
 
     # Time
 
@@ -383,15 +396,3 @@ class Simulator:
         if link.version == version:
             device, run = link.pop(self.now)
             (self._loaded if link is self.egress else self._uploaded)(device, run)
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """No search for unreachable cycles meanwhile: a step makes none, of millions of objects."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cleave_dask.formatting import duration, quantity
+from cleave_dask.runtime.trace import HERE
 
 MOST_TILES = 4_000
 """Newest tiles that are kept to be drawn."""
@@ -141,6 +142,7 @@ class Story:
         """Every device of the plan, or that is here, or was."""
         planned = self.plan.get("devices", {}).get("name", ())
         known = dict.fromkeys([*planned, *self.present, *self.sums, *self.gone, *self.quarantined])
+        known.pop(HERE, None)  # tiles that it made itself count as done by others
         if known.keys() != self._names.keys():
             self._names = dict.fromkeys(sorted(known, key=_natural))
         return list(self._names)

@@ -15,6 +15,7 @@ from distributed import Client, Scheduler
 
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.planning.planner import plan
+from cleave_dask.runtime.trace import HERE
 from cleave_dask.runtime.trainer import Trainer
 from cleave_dask.simulation.local import LocalFleet
 from tests import models
@@ -73,6 +74,7 @@ def test_tiles_of_a_lost_device_are_dealt_to_all_others() -> None:
             os.kill(fleet.pids["device-3"], signal.SIGKILL)
             losses += [step.result(), trainer.step(**batch)]
             assert losses == expected
+            assert trainer.records[1]["tiles_of"].get(HERE, 0) > 0, "what the device had in flight the server made"
             did = trainer.records[-1]["tiles_of"]
             assert set(did) == {"device-0", "device-1", "device-2"}
             assert sum(did.values()) == len(trainer.plan.tiles)

@@ -1,4 +1,4 @@
-"""A message that trickles in. It is the last of these files: the minute that it takes goes by while others run."""
+"""A message that trickles in: its minute goes by while the files before this one run, and while porters live."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""Tiles of a lost device, made on the server as the device would have made them (`planning/mending` says when)."""
+
+from __future__ import annotations
+
+from time import perf_counter, time
+
+from cleave_dask.runtime.kernels import Kernel
+from cleave_dask.runtime.multiplying import multiplied
+from cleave_dask.runtime.server_gathering import Attempt
+from cleave_dask.runtime.server_products import Product
+from cleave_dask.runtime.server_training import Training
+from cleave_dask.runtime.tiles import ParcelSpec, slice_names
+from cleave_dask.runtime.trace import HERE
+
+
+def mend(run: Training | Product, parcel: ParcelSpec, kernel: Kernel) -> int:
+    """Make what nobody has delivered of a parcel, by the kernel of the device that was lost; how many tiles.
+
+    They are checked like all others: a kernel that multiplies wrongly here is as wrong as one there.
+    """
+    wanted = set(run.wanted(parcel.step, parcel.job, parcel.numbers))
+    for spec in parcel.specs():
+        if spec.tile not in wanted:
+            continue
+        start = perf_counter()
+        spans = [(first, second) for *_, first, second in slice_names(spec)]
+        results = multiplied(kernel, spec, run.operands(spec.step, spec.job, spans))
+        attempt = Attempt(HERE, 0.0, perf_counter() - start, arrived=time())
+        run.accept(spec.step, spec.job, spec.tile, list(results), attempt)
+    return len(wanted)
