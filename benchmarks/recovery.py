@@ -23,7 +23,6 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -55,9 +54,9 @@ from cleave_dask.simulation.simulator import Simulator, simulate
 DEVICES = 8
 INSTANTS = 15
 LEAST = 0.01  # seconds: a recovery that is shorter, or none, counts as this where something is divided by it
-LLAMA = Llama(hidden=384, intermediate=1024, layers=4, heads=8, vocabulary=1024, batch=8, length=128)
+LLAMA = Llama(hidden=384, intermediate=1024, layers=4, heads=8, vocabulary=1024, batch=13, length=128)
 LONGER = (
-    replace(LLAMA, batch=13),
+    LLAMA,
     Llama(hidden=512, intermediate=1408, layers=8, heads=8, vocabulary=2048, batch=14, length=128),
     Llama(hidden=768, intermediate=2048, layers=12, heads=12, vocabulary=4096, batch=18, length=128),
 )

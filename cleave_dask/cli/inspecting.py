@@ -126,6 +126,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "down_bytes": plan.down_bytes,
         "up_bytes": plan.up_bytes,
         "peak_memory": dict(plan.peak_memory),
+        "server_memory": plan.server_memory,
     }
 
 
@@ -145,6 +146,7 @@ def _print_plan(plan: Plan, gemms: int, devices: int) -> None:
         ("down_bytes", quantity(plan.down_bytes, "B")),
         ("up_bytes", quantity(plan.up_bytes, "B")),
         ("peak_memory", f"{quantity(plan.peak_memory[fullest], 'B')} on {fullest}"),
+        ("server_memory", plan.why("server")),
     ):
         table.add_row(*row)
     make_console().print(table)

@@ -13,17 +13,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration, quantity
 from cleave_dask.graph.ir import Gemm, StepGraph
+from cleave_dask.graph.keeping import kept_bytes
 from cleave_dask.planning.bound import gemm_bound, longest_chain, step_bound
 from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape
 from cleave_dask.planning.layout import STAGES, Layout
 from cleave_dask.planning.overhead import InStep, in_the_way
 from cleave_dask.planning.values import LevelCost, Plan, Tiles
+
+BOXED = ("3d", "2d")
+"""Tilings that give each device one box of a gemm; their bound is that of all such plans."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ def priced(
 ) -> Plan:
     """The plan that these layouts make, by gemm, with everything that it is predicted to cost."""
     rates = Rates.of(fleet)
-    shapes = {layout.shape for layout in layouts.values()}
-    bounds = {shape: gemm_bound(shape, rates, fleet.server, scheduler_seconds=scheduler_seconds)[0] for shape in shapes}
+    shapes, each = {layout.shape for layout in layouts.values()}, partial(gemm_bound, boxes=tiling in BOXED)
+    bounds = {shape: each(shape, rates, fleet.server, scheduler_seconds=scheduler_seconds)[0] for shape in shapes}
     taken = {id(layout): InStep.of(layout, rates, fleet.server) for layout in _distinct(layouts.values())}
     parts = {name: taken[id(layout)] for name, layout in layouts.items()}
     levels = _levels(graph, parts, bounds)
@@ -72,6 +77,7 @@ def priced(
         reasons=_reasons(fleet, layouts, total),
         levels=levels,
         tiling=tiling,
+        server_memory=kept_bytes(graph),
         busy=dict(zip(names, total.stages.max(axis=0).tolist(), strict=True)),
     )
 

@@ -163,7 +163,7 @@ class Plan:
     fleet: Fleet = field(repr=False, compare=False)  # on what
     by_gemm: Mapping[str, Tiles]  # the tiles of each distributed gemm
     seconds: float  # predicted time of the step
-    bound_seconds: float  # no plan on this fleet can be faster
+    bound_seconds: float  # no plan on this fleet can be faster: of those with one box of a gemm a device, or of all
     binding: str  # the resource that decides `seconds`
     down_bytes: int
     up_bytes: int
@@ -171,6 +171,7 @@ class Plan:
     reasons: Mapping[str, str]  # by device: why it has the work it has
     levels: tuple[LevelCost, ...] = ()
     tiling: str = "3d"
+    server_memory: int = 0  # bytes that the server holds at most, beside the optimizer's state
     busy: Mapping[str, float] = field(default_factory=dict, compare=False)  # seconds, by device, of its busiest part
 
     @cached_property
@@ -187,7 +188,9 @@ class Plan:
         return len(used)
 
     def why(self, device: str) -> str:
-        """Why this device has the share of work that it has."""
+        """Why this device has the share of work that it has; of "server": what it must hold."""
+        if device == "server" and device not in self.reasons:
+            return self._holding
         return self.reasons[device]
 
     def __str__(self) -> str:
@@ -226,7 +229,17 @@ class Plan:
             ("down", quantity(self.down_bytes, "B")),
             ("up", quantity(self.up_bytes, "B")),
             ("memory", f"{quantity(self.peak_memory.get(fullest, 0), 'B')} at most, on {fullest}"),
+            ("server memory", self._holding),
         ]
+
+    @property
+    def _holding(self) -> str:
+        """What the server holds of what it has, and the remedy if that is too much."""
+        held, has = self.server_memory, self.fleet.server.memory
+        text = f"{quantity(held, 'B')} of {quantity(has, 'B')}, beside the optimizer's state"
+        if held <= has:
+            return text
+        return f"{text}: {quantity(held - has, 'B')} too much; lower the batch, and accumulate gradients of several"
 
 
 def _equal(one: Column | None, other: Column | None) -> bool:

@@ -31,6 +31,7 @@ def test_plan_prints_the_attributes_of_a_plan(recipe: str) -> None:
         "down_bytes",
         "up_bytes",
         "peak_memory",
+        "server_memory",
     }
     assert 0 < printed["bound_seconds"] <= printed["seconds"]
     assert 1 <= printed["devices_used"] <= len(printed["peak_memory"]) == 8
