@@ -18,7 +18,8 @@ class Chain(nn.Module):
         self.first, self.second = nn.Linear(64, 256, bias=False), nn.Linear(256, 8, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(inputs)).sum()
+        total: torch.Tensor = self.second(self.first(inputs)).sum()
+        return total
 
 
 def test_values_are_counted_from_the_op_that_makes_them_to_the_last_that_reads_them() -> None:
