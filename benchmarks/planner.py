@@ -1,6 +1,6 @@
 """How close plans come to their bounds, and what planning costs: shapes x fleets, and growth.
 
-    python benchmarks/planner.py [--quick] [--models opt-1.3b ...] [--gemms] [--json out.json]
+    python benchmarks/planner.py [--quick] [--models opt-1.3b ...] [--gemms | --steps] [--json out.json]
 
 For every gemm shape of the models and every fleet: predicted seconds, the bound of any plan, that of plans with one box
 for each device, the ratio to both, what binds, devices, tiles, tiles of a parcel, CPU seconds. Then whole steps,
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -176,6 +177,32 @@ def step_row(model: str, label: str, fleet: Fleet, tiling: Tiling) -> dict[str, 
     }
 
 
+def gemm_rows(models: list[str], *, quick: bool) -> list[dict[str, object]]:
+    """Every shape of the models on every fleet, each once."""
+    fleets = {
+        f"sample-{n}": Fleet.sample(n, seed) for seed, n in enumerate((64, 1024) if quick else (64, 256, 1024, 8192))
+    }
+    fleets["mixed-1024"] = Fleet.load("mixed-1024")
+    rows, seen = [], set()
+    for label, fleet in fleets.items():
+        for model in models:
+            for shape in shapes_of(model):
+                if (label, shape) not in seen:
+                    seen.add((label, shape))
+                    rows.append(measure(model, shape, label, fleet))
+    return rows
+
+
+def summaries(rows: list[dict[str, object]]) -> Iterator[str]:
+    """A line for each fleet and each bound."""
+    labels = dict.fromkeys(str(row["fleet"]) for row in rows)
+    for key, label in product(("ratio", "to boxes"), (*labels, "")):
+        values = sorted(float(str(row[key])) for row in rows if row["fleet"] == label or not label)
+        tenth, many = values[int(0.9 * len(values))], sum(value > 1.10 for value in values)
+        summary = f"median {median(values):.3f}, 90% {tenth:.3f}, worst {values[-1]:.3f}"
+        yield f"{key}, {label or 'all'}: {summary}, above 1.10: {many} of {len(values)}"
+
+
 def show(title: str, rows: list[dict[str, object]], console: Console) -> None:
     """A table of rows that share their keys."""
     table = Table(title=title)
@@ -204,33 +231,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two models, two fleets")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="these models instead of all")
-    parser.add_argument("--gemms", action="store_true", help="single gemms alone, no whole steps")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--gemms", action="store_true", help="single gemms alone, no whole steps")
+    alone.add_argument("--steps", action="store_true", help="whole steps alone, no single gemms")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     console = Console(width=160)
     models = options.models or (["opt-1.3b", "llama2-13b"] if options.quick else list(MODELS))
-    sizes = (64, 1024) if options.quick else (64, 256, 1024, 8192)
-    fleets = {f"sample-{n}": Fleet.sample(n, seed) for seed, n in enumerate(sizes)}
-    fleets["mixed-1024"] = Fleet.load("mixed-1024")
-    rows, seen = [], set()
-    for label, fleet in fleets.items():
-        for model in models:
-            for shape in shapes_of(model):
-                if (label, shape) not in seen:
-                    seen.add((label, shape))
-                    rows.append(measure(model, shape, label, fleet))
-    show("one gemm", rows, console)
-    for key, label in product(("ratio", "to boxes"), (*fleets, "")):
-        values = sorted(float(str(row[key])) for row in rows if row["fleet"] == label or not label)
-        tenth, many = values[int(0.9 * len(values))], sum(value > 1.10 for value in values)
-        summary = f"median {median(values):.3f}, 90% {tenth:.3f}, worst {values[-1]:.3f}"
-        console.print(f"{key}, {label or 'all'}: {summary}, above 1.10: {many} of {len(values)}")
+    gemms = [] if options.steps else gemm_rows(models, quick=options.quick)
+    if gemms:
+        show("one gemm", gemms, console)
+        for line in summaries(gemms):
+            console.print(line)
     steps = [] if options.gemms else step_rows(models, quick=options.quick)
     if steps:
         show("one step, and growth", steps, console)
     if options.json:
         models_used = {name: asdict(MODELS[name]) for name in models}
-        options.json.write_text(json.dumps({"models": models_used, "gemms": rows, "steps": steps}, indent=1))
+        options.json.write_text(json.dumps({"models": models_used, "gemms": gemms, "steps": steps}, indent=1))
 
 
 if __name__ == "__main__":

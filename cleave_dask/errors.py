@@ -49,6 +49,10 @@ class CheckpointError(CleaveError):
     """A checkpoint cannot be written or read; what was saved before is untouched."""
 
 
+class ForeignCheckpointError(CheckpointError, InputError):
+    """A checkpoint is whole, but of another model or of a version that this one cannot read."""
+
+
 class AccessError(CleaveError):
     """Somebody is not, or no longer, allowed to do what they ask for."""
 

@@ -62,7 +62,11 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
 
 
 def _planner(system: str) -> Planner:
-    return partial(plan, tiling="even") if system == "cleave-even" else plan
+    others: dict[str, Planner] = {
+        "cleave-even": partial(plan, tiling="even"),
+        "cleave-head": partial(plan, by_vocabulary=None),
+    }
+    return others.get(system, plan)
 
 
 def _note(trainer: Trainer, last: Trace, seconds: float, shaping: Shaping | None) -> str:

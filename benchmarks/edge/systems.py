@@ -72,6 +72,7 @@ def systems(shaping: Shaping = "namespaces") -> Mapping[str, System]:
     mine = {
         "cleave": "cleave_dask, fp32",
         "cleave-bf16": "cleave_dask, bf16 on the wire",
+        "cleave-head": "cleave_dask, fp32, head by vocabulary",
         "cleave-even": "cleave_dask, even tiles",
     }
     return {

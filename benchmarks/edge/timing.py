@@ -14,6 +14,9 @@ from benchmarks.models import Llama
 LEARNING_RATE = 1e-3
 """Of AdamW, which every system trains with."""
 
+LONG = 60.0
+"""Seconds of a first step that counts: what warming up takes is nothing beside it."""
+
 Step = Callable[[dict[str, torch.Tensor]], float | None]
 """One update on the batch of all devices; the loss, as far as this process knows it."""
 
@@ -22,7 +25,7 @@ Step = Callable[[dict[str, torch.Tensor]], float | None]
 class Effort:
     """How long a system may be measured."""
 
-    steps: int  # after one that warms up
+    steps: int  # after one that warms up, if that is short
     budget: float  # seconds for them; where not even one fits, the first step is what is measured
 
     def affordable(self, first: float) -> int:
@@ -61,12 +64,13 @@ def timed(
     fence()
     begun = counters()
     seconds = [one()]
-    number = agree(effort.affordable(seconds[0]))
-    if number:
+    number, long = agree(effort.affordable(seconds[0])), bool(agree(int(seconds[0] >= LONG)))
+    if number and not long:
         begun = counters()
-        seconds = [one() for _ in range(number)]
+        seconds = []
+    seconds += [one() for _ in range(min(number, effort.steps - long))]
     counted = tuple((now - before) / len(seconds) for before, now in zip(begun, counters(), strict=True))
-    return Timed(tuple(losses), tuple(seconds), counted, warm=bool(number))
+    return Timed(tuple(losses), tuple(seconds), counted, warm=bool(number) and not long)
 
 
 def updates(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], float]:

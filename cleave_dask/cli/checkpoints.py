@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -19,7 +20,7 @@ def claimed(given: Path | None, name: str, *, resume: bool) -> Iterator[Path]:
     Runs never share one by accident: without `given`, a new run gets checkpoints/<name>, or <name>-2 if that exists.
     """
     if resume:
-        yield _latest(given, name)
+        yield _writable(_latest(given, name))
         return
     folder = _new(name) if given is None else _unused(given)
     try:
@@ -57,6 +58,16 @@ def _latest(given: Path | None, name: str) -> Path:
     if not found:
         raise InputError(f"there is no saved step of {name!r} in {_root()}; leave --resume out to start a new run")
     return max(found, key=lambda folder: folder.stat().st_mtime_ns)
+
+
+def _writable(folder: Path) -> Path:
+    """A folder that steps can be added to: not even the first one of a run is to be computed for nothing."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{folder} is read-only, and what is trained could not be saved; make it writable, or copy it and give "
+            "the copy with --checkpoint"
+        )
+    return folder
 
 
 def _is_run(folder: Path, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import click
 
 from cleave_dask.cli.frame import (
     debug_option,
+    doing,
     fleet_option,
     json_option,
     make_console,
@@ -21,6 +23,7 @@ from cleave_dask.cli.frame import (
 )
 from cleave_dask.errors import InputError
 from cleave_dask.formatting import duration, quantity
+from cleave_dask.resources import shown
 
 if TYPE_CHECKING:
     from cleave_dask.fleet.devices import Fleet
@@ -74,7 +77,8 @@ def compare(
         check_system(name)
     _check(churn)
     what, where, graph = _load(recipe, fleet, wire)
-    results = price_all(graph, where, systems=systems or SYSTEMS, churn=churn, seed=seed, simulated=simulated)
+    with doing(f"pricing {len(systems or SYSTEMS)} systems"):
+        results = price_all(graph, where, systems=systems or SYSTEMS, churn=churn, seed=seed, simulated=simulated)
     if plot is not None:
         _draw(f"{recipe} on {fleet}", results, plot)
     rows = _rows(results)
@@ -112,7 +116,7 @@ def simulate(recipe: str, fleet: str, wire: str | None, churn: str | None, seed:
 
     rate = _rate(churn)
     _check(rate)
-    replayed = Churn.load(churn, Fleet.load(fleet)) if churn is not None and rate is None else None
+    replayed = Churn.load(_file(churn), Fleet.load(fleet)) if churn is not None and rate is None else None
     what, where, graph = _load(recipe, fleet, wire)
 
     from cleave_dask.planning.planner import plan
@@ -120,10 +124,12 @@ def simulate(recipe: str, fleet: str, wire: str | None, churn: str | None, seed:
     from cleave_dask.simulation.baselines.own import churn_for
     from cleave_dask.simulation.simulator import Simulator
 
-    made = plan(graph, where)
+    with doing(f"planning it for {len(where):,} devices"):
+        made = plan(graph, where)
     script = churn_for(made, rate, seed) if replayed is None else replayed
     simulator = Simulator(made, script)
-    trace = simulator.run()
+    with doing(f"playing {len(made.tiles):,} tiles"):
+        trace = simulator.run()
     happened = [event for event in script or () if event.seconds <= trace.seconds]
     facts = {
         "seconds": trace.seconds,
@@ -158,6 +164,14 @@ def _rate(churn: str | None) -> float | None:
         return None
 
 
+def _file(churn: str) -> str:
+    """What was given as churn and is no rate, if there is a file of that name."""
+    if not os.path.exists(churn):  # that of Path raises where a name is too long
+        remedy = "give mishaps per device and hour, or a CSV file of them"
+        raise InputError(f"--churn is {shown(churn)}, no number and no file; {remedy}")
+    return churn
+
+
 def _check(churn: float | None) -> None:
     """A rate can be judged before anything is built."""
     if churn is not None and not 0 <= churn < float("inf"):
@@ -174,7 +188,8 @@ def _load(recipe: str, fleet: str, wire: str | None) -> tuple[Recipe, Fleet, Ste
 
     from cleave_dask.graph.building import build_graph
 
-    return what, where, build_graph(what)
+    with doing(f"capturing a step of {recipe}"):
+        return what, where, build_graph(what)
 
 
 def _rows(results: list[Result]) -> list[dict[str, Any]]:

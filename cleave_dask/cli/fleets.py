@@ -131,7 +131,7 @@ def probe(address: str) -> None:
         host, port = parse_host_port(place, SCHEDULER_PORT)
         where = (host, int(port))
     except ValueError as error:
-        raise InputError(f"--scheduler is {address!r}: {error}; {_EXAMPLE}") from error
+        raise InputError(f"--scheduler is {address!r}, which is no address; {_EXAMPLE}") from error
     try:
         with socket.create_connection(where, timeout=config.seconds("timeouts.server")) as connection:
             greeted = scheme != "tcp" or _greets(connection)  # over TLS it is the client who speaks first
@@ -172,10 +172,10 @@ def check_free(host: str, port: int) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(place)
     except OSError as error:
-        remedy = "give a --host that is this machine's"
+        what = f"cannot listen on {host} port {port}: {error.strerror}"
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            remedy = "give another --port (0: any that is free), or stop what uses it"
-        raise ClusterError(f"cannot listen on {host} port {port}: {error.strerror}; {remedy}") from error
+            raise ClusterError(f"{what}; give another --port (0: any that is free), or stop what uses it") from error
+        raise InputError(f"{what}; give a --host that is this machine's") from error
 
 
 def is_local(host: str) -> bool:

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -186,13 +187,39 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what takes its time, and for how long it has, to whoever looks at a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
 def make_console(*, width: int = 100) -> Console:
-    """A rich console on stdout: no colours, no control characters and so wide unless it is a terminal."""
+    """A rich console on stdout: no colours, no control characters and so wide unless it is a terminal.
+
+    Names are printed as they are: a device may be called "[/b]".
+    """
     from rich.console import Console
 
     if on_terminal():
-        return Console(highlight=False)
-    return Console(force_terminal=False, color_system=None, highlight=False, width=width, soft_wrap=True)
+        return Console(highlight=False, markup=False, emoji=False)
+    return Console(
+        force_terminal=False,
+        color_system=None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=width,
+        soft_wrap=True,
+    )
 
 
 def quiet_libraries() -> None:

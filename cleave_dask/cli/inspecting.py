@@ -11,6 +11,7 @@ import click
 
 from cleave_dask.cli.frame import (
     debug_option,
+    doing,
     fleet_option,
     json_option,
     make_console,
@@ -44,6 +45,8 @@ def plan(
 
     Nothing is trained: it needs neither weights nor data nor devices.
     """
+    if gemm is not None and plot is None:
+        raise InputError(f"--gemm {gemm} names what to draw; say where to with --plot FILE.svg, or leave it out")
     from cleave_dask.fleet.devices import Fleet
     from cleave_dask.graph.recipes import Recipe
 
@@ -53,8 +56,10 @@ def plan(
     from cleave_dask.graph.building import build_graph
     from cleave_dask.planning.planner import plan as make_plan
 
-    graph = build_graph(what)
-    made = make_plan(graph, where)
+    with doing(f"capturing a step of {recipe}"):
+        graph = build_graph(what)
+    with doing(f"planning it for {len(where):,} devices"):
+        made = make_plan(graph, where)
     if plot is not None:
         _draw(made, gemm, plot)
     if as_json:

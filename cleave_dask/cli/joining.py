@@ -6,6 +6,8 @@ import os
 import secrets
 import socket
 import sys
+from subprocess import Popen
+from typing import NoReturn
 
 import click
 
@@ -47,13 +49,14 @@ def join(
     folder = DeviceFolder(fleets.security_folder(), *parse_url(url), name)
     facts = folder.facts()
     if token is not None:
+        _check_token(token)
         try:
             facts = enrol(url, token, name or _default_name(), folder)
         except NameTakenError:
             if facts is None:
                 raise  # somebody else has the name; otherwise it was this machine, and its key is still good
     if facts is None:
-        raise AccessError(f"this machine has not joined {url} yet; give the token that `cleave serve` printed there")
+        raise InputError(f"this machine has not joined {url} yet; give the token that `cleave serve` printed there")
     worker = ("worker", facts["scheduler"], "--name", facts["name"], *_WORKER, *folder.files.options, *options)
     if as_json:
         print_json({**facts, "folder": str(folder.path), "command": ["dask", *worker]})
@@ -64,7 +67,29 @@ def join(
             click.echo(f"start it with: dask {' '.join(worker)}")
         return
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "dask", *worker])
+    become([sys.executable, "-m", "dask", *worker], replaces=os.name != "nt")
+
+
+def become(command: list[str], *, replaces: bool) -> NoReturn:
+    """Go on as another program. Windows would give the shell back at once: there this one waits for the other."""
+    if replaces:
+        os.execv(command[0], command)
+    with Popen(command) as child:
+        while True:
+            try:
+                sys.exit(child.wait())
+            except KeyboardInterrupt:
+                continue  # it was the other's too, which ends in its own time
+
+
+def _check_token(token: str) -> None:
+    """What cannot be a token is bad input; one that the server refuses is a failure."""
+    from cleave_dask.runtime.tokens import parse_token
+
+    try:
+        parse_token(token)
+    except AccessError as error:
+        raise InputError(str(error)) from error
 
 
 def _default_name() -> str:

@@ -131,6 +131,7 @@ def _add(file: Path, entry: str) -> None:
         why = str(error).removeprefix(f"{draft}: ")
         raise InputError(f"cannot add this machine to {str(file)!r}: {why}; or give another --name") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot write {str(file)!r}: {error}; choose another --write") from error
+        reason = getattr(error, "strerror", None) or error  # without the draft's name
+        raise InputError(f"cannot write {str(file)!r}: {reason}; choose another --write") from error
     finally:
         draft.unlink(missing_ok=True)

@@ -229,7 +229,7 @@ class Run:
 
     def go(self) -> None:
         """Train up to the last step, saving now and then; what is not saved when something goes wrong is saved then."""
-        total = self.options.steps or self.recipe.train.steps
+        total = self.total
         if self.options.resume:
             self.saved = self.done = self.trainer.resume()
             kept = self.trainer.interrupted
@@ -260,6 +260,11 @@ class Run:
         self.view.end()
         self._conclude()
 
+    @property
+    def total(self) -> int:
+        """The last step."""
+        return self.options.steps or self.recipe.train.steps
+
     def save(self) -> None:
         """Save the newest step; Ctrl-C waits until it is on disk."""
         with self.interrupts.held():
@@ -270,7 +275,8 @@ class Run:
         try:
             self.save()
         except CheckpointError as error:
-            self.view.say(f"{error}; training goes on, and step {self.done + self.options.save_every} is tried next")
+            following = min(self.done + self.options.save_every, self.total)
+            self.view.say(f"{error}; training goes on, and step {following} is tried next")
 
     def _rescue(self) -> None:
         """Save what there is before leaving, if the server still answers."""

@@ -23,6 +23,8 @@ EXAMPLES: dict[Dimension, str] = {
 
 _AMOUNT = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S*)", re.ASCII)
 _LONGEST = 100  # characters; no amount needs more
+_LEAST, _MOST = 1.0, 1e24  # of any amount but seconds: what is beyond is a slip, and no plan could reckon with it
+_LATEST = 1e9  # seconds: thirty years
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _BYTES = {"B": 1.0, "byte": 1.0, "bytes": 1.0, "b": 0.125, "bit": 0.125, "bits": 0.125}
@@ -51,8 +53,8 @@ _UNITS: dict[Dimension, dict[str, float]] = {
 def parse(given: object, dimension: Dimension, *, field: str) -> float:
     """`parse("400 Mbit/s", "bytes/s", field="down")` is 5e7; a plain number is in base units already.
 
-    Amounts are finite and above zero, except that seconds may be zero. Anything else is a FleetError that names the
-    field, what was given, and what is accepted.
+    Amounts are above zero, except that seconds may be zero, and within what machines may ever have. Anything else is a
+    FleetError that names the field, what was given, and what is accepted.
     """
     if not isinstance(given, str):
         return require(given, dimension, field=field)
@@ -83,7 +85,11 @@ def require_count(given: object, *, field: str) -> int:
 
 def _possible(number: float, dimension: Dimension, *, field: str, given: object) -> float:
     """The number, unless no device and no link could have it."""
-    if 0 < number < inf or (number == 0 and dimension == "seconds"):
+    least, most = (0.0, _LATEST) if dimension == "seconds" else (_LEAST, _MOST)
+    if least <= number <= most:
         return number
-    least = "zero or more" if dimension == "seconds" else "above zero"
-    raise FleetError(f"{field} is {shown(given)}; it must be finite and {least}, such as {EXAMPLES[dimension]}")
+    if not 0 < number < inf:
+        wanted = f"finite and {'zero or more' if dimension == 'seconds' else 'above zero'}"
+    else:
+        wanted = f"from {least:g} to {most:g} {dimension}"
+    raise FleetError(f"{field} is {shown(given)}; it must be {wanted}, such as {EXAMPLES[dimension]}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from cleave_dask.errors import PlanError
+from cleave_dask.formatting import quantity
 from cleave_dask.planning.cost import AT_ONCE, Floats, Ints, Rates, Shape, resident
 from cleave_dask.planning.growing import STREAMED, largest_strip, strip_edges
 
@@ -17,7 +18,7 @@ _LEAST_HEAD = 0.05  # of a box: less is not worth tiles of its own
 _FINE = 1024  # cuts are no further off than this part of a box
 _ROOMY = 1.1  # rounding may add a little to a box that fits
 _SHARES, _SHARE_SECONDS = 16, 0.2  # a strip comes in pieces of such a part of its box, unless they are shorter
-_MOST_TILES = 1_000_000  # of one gemm: beyond that a plan is of no use
+MOST_TILES = 1_000_000  # of one gemm: beyond that a plan is of no use
 _MOST_PIECES = 32  # of a strip, so that devices with less memory than its own can take over a tile
 
 
@@ -149,11 +150,11 @@ def _grid(shape: Shape, boxes: Ints, owner: Ints, here: Rates, tiles: Ints, long
         grown = np.minimum(parts[rows, axis] + np.maximum(1, parts[rows, axis] // 2), sizes[rows, axis])
         parts[rows, axis] = np.where(full, grown, parts[rows, axis])
     tiles = parts.astype(np.float64).prod(axis=1)
-    if tiles.sum() > _MOST_TILES:
+    if tiles.sum() > MOST_TILES:
         least = here.memory[tiles.argmax()]
         raise PlanError(
             f"{shape.kind} of {shape.m} x {shape.n} x {shape.k} would be cut into {tiles.sum():.2g} tiles, more than"
-            f" {_MOST_TILES:,}, to fit into a device with {least / 1e6:.3g} MB of memory;"
+            f" {MOST_TILES:,}, to fit into a device with {quantity(least, 'B')} of memory;"
             " leave such devices out of the fleet, or give them more"
         )
     return _split(boxes, owner, parts, units)

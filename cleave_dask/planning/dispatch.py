@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from itertools import chain, islice
 
 from cleave_dask.planning.dispatch_state import (
     ANYONE,
@@ -162,7 +163,7 @@ class Dispatcher:
         """A parcel's operands are there; returns the device that it is sent to at once, if any.
 
         That is its planned device when it has room and nothing else waits for it. Otherwise the parcel waits, for that
-        device or for anyone.
+        device or for anyone; one that somebody was late with, for whoever would finish it first of some that are idle.
         """
         known = self._parcels.get(parcel)
         if known is not None and (known.holder is not None or known.queue is not None):
@@ -174,7 +175,7 @@ class Dispatcher:
         if state is not None:
             state.planned = True
         if planned is None or state is None or not state.active or planned in late_on or self._sluggish(state):
-            self._wait(parcel, this, ANYONE)
+            self._wait(parcel, this, (self._quickest_idle(this) if late_on else None) or ANYONE)
         elif self._room(state, this) and self._waiting.empty(planned):
             self._send(parcel, this, planned, now)
             return planned
@@ -271,6 +272,20 @@ class Dispatcher:
         return [Handover(parcel, name) for parcel in taken]
 
     # Inside
+
+    def _quickest_idle(self, this: WaitingParcel) -> str | None:
+        """Who would finish a parcel first, of a few for whom nothing waits and who were not late with it."""
+        some = [device for device in islice(chain(self._idle, self._free), LOOKS) if device not in this.late_on]
+        able = {
+            device: self._seconds(this, device, state)
+            for device in some
+            if (state := self._devices.get(device)) is not None
+            and state.active
+            and self._room(state, this)
+            and self._waiting.empty(device)
+            and not self._sluggish(state)
+        }
+        return min(able, key=lambda device: able[device], default=None)
 
     def _others(self, device: str) -> bool:
         """Whether anybody but this device can take parcels."""

@@ -37,7 +37,7 @@ def place_filler(
 
     `spare` is what the critical path leaves of the devices; its levels take `level_seconds` each.
     """
-    groups = _groups(gemms, spare, scheduler_seconds) if split_k and gemms else [np.arange(len(rates))]
+    groups = _groups(gemms, spare, server, scheduler_seconds) if split_k and gemms else [np.arange(len(rates))]
     everybody, last = np.arange(len(rates)), max((gemm.level for gemm in gemms), default=0)
     known: dict[tuple[Shape, bytes], Layout] = {}
     moved: dict[tuple[Shape, int], Layout] = {}
@@ -67,7 +67,7 @@ def place_filler(
     return placed
 
 
-def _groups(gemms: Sequence[Gemm], rates: Rates, slot: float) -> list[Ints]:
+def _groups(gemms: Sequence[Gemm], rates: Rates, server: Server, slot: float) -> list[Ints]:
     """Devices in as many like groups as make the filler shortest."""
     products = [Shape.of(gemm) for gemm in gemms if gemm.kind not in LOGITS]
     if not products:
@@ -77,7 +77,7 @@ def _groups(gemms: Sequence[Gemm], rates: Rates, slot: float) -> list[Ints]:
     best, shortest = 1, float("inf")
     count = 1
     while count <= min(_MOST_GROUPS, len(gemms), len(rates) // _LEAST_GROUP) or count == 1:
-        seconds = volume_share(shape, rates.take(order[::count]), slot * count) / count
+        seconds = volume_share(shape, rates.take(order[::count]), server, slot * count) / count
         if seconds < 0.97 * shortest:
             best, shortest = count, seconds
         count *= 2

@@ -7,7 +7,7 @@ number of parts.
 from __future__ import annotations
 
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from cleave_dask.errors import PlanError
 from cleave_dask.formatting import quantity
 from cleave_dask.graph.ir import LOGITS, Range
 from cleave_dask.planning.cost import AT_ONCE, Ints, Rates, Shape
+from cleave_dask.planning.cutting import MOST_TILES
 from cleave_dask.planning.layout import footprint
 
 ALIGN = 8
@@ -34,7 +35,13 @@ def cut(length: int, parts: int) -> list[Range]:
 
 def grid_tiles(shape: Shape, grid: Grid, devices: int) -> tuple[Ints, Ints]:
     """The tiles of a grid, dealt out so that neighbours, which share operands, go to the same device."""
-    rows, cols, ks = (np.array(spans, dtype=np.int64) for spans in _cuts(shape, grid))
+    cuts = _cuts(shape, grid)
+    if (tiles := prod(map(len, cuts))) > MOST_TILES:
+        raise PlanError(
+            f"{shape.kind} of {shape.m} x {shape.n} x {shape.k} would be cut evenly into {tiles:.2g} tiles, more than"
+            f" {MOST_TILES:,}; leave out the devices with the least memory, or ask for a coarser grid"
+        )
+    rows, cols, ks = (np.array(spans, dtype=np.int64) for spans in cuts)
     i, j, k = (index.ravel() for index in np.indices((len(rows), len(cols), len(ks))))
     ranges = np.concatenate([rows[i], cols[j], ks[k]], axis=1)
     return ranges, np.arange(len(ranges)) * devices // len(ranges)

@@ -58,7 +58,7 @@ def box_seconds(rows: Floats, cols: Floats, work: Floats, strips: Integers) -> F
 
 def square_seconds(down: Floats, work: Floats, strips: Integers) -> Floats:
     """The same for squares that take `down` seconds to come down."""
-    ratio = np.clip(work / np.maximum(down, 1e-300), _RATIOS[0], _RATIOS[-1])
+    ratio = np.clip(work / np.maximum(down, 1e-200), _RATIOS[0], _RATIOS[-1])
     place = np.log(ratio / _RATIOS[0]) * ((len(_RATIOS) - 1) / np.log(_RATIOS[-1] / _RATIOS[0]))
     low = np.minimum(place.astype(np.int64), len(_RATIOS) - 2)
     table, part, cell = _table().ravel(), place - low, strips * len(_RATIOS) + low
@@ -163,12 +163,12 @@ def _grown(
 
     With a grain they are multiples of it, and the last strips complete the box, whatever it takes.
     """
-    area = np.maximum(rows * cols, 1e-300)
+    area = np.maximum(rows * cols, 1e-200)
     second, most = lesser / area, largest_strip(strips) * area
     slack = np.maximum(seconds - work, 0.0)
     if along:
         y = np.minimum(np.minimum(rows, cols), slack)
-        x = np.clip((slack - y) / (1.0 + second * y), 0.0, most / np.maximum(y, 1e-300))
+        x = np.clip((slack - y) / (1.0 + second * y), 0.0, most / np.maximum(y, 1e-200))
         x, y = np.where(rows < cols, y, x), np.where(rows < cols, x, y)
     else:
         x = y = np.minimum(slack / (1.0 + np.sqrt(1.0 + second * slack)), np.sqrt(most))
@@ -178,7 +178,7 @@ def _grown(
         slack = np.maximum(seconds - work + rate * x * y - x - y, 0.0) * (number <= strips)
         down = (x <= y) & (x < rows) | (y >= cols)  # rows are what is extended
         length = np.where(down, y, x)
-        wide = np.minimum(slack / (1.0 + second * length), most / np.maximum(length, 1e-300))
+        wide = np.minimum(slack / (1.0 + second * length), most / np.maximum(length, 1e-200))
         x, y = (
             np.where(down, _grained(x + wide, rows, grain), x),
             np.where(down, y, _grained(y + wide, cols, grain)),

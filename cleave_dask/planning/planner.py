@@ -112,12 +112,17 @@ def _plan(
         tried = ("even",)
     elif tiling == "3d" and len(fleet) <= _FEW:
         tried = get_args(Tiling)
-    plans = []
+    plans: list[Plan] = []
     for choice in tried:
-        if choice == "even":
-            layouts = _even(sent, fleet, grid, scheduler_seconds)
-        else:
-            layouts = _shaped(sent, fleet, known, split_k=choice == "3d", scheduler_seconds=scheduler_seconds)
+        try:
+            if choice == "even":
+                layouts = _even(sent, fleet, grid, scheduler_seconds)
+            else:
+                layouts = _shaped(sent, fleet, known, split_k=choice == "3d", scheduler_seconds=scheduler_seconds)
+        except PlanError:
+            if not plans:
+                raise
+            continue  # a simpler tiling, only tried: equal shares need every device to have the memory
         plans.append(priced(graph, fleet, layouts, tiling=choice, scheduler_seconds=scheduler_seconds))
     return min(plans, key=lambda plan: plan.seconds)
 

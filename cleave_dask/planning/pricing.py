@@ -22,7 +22,7 @@ from cleave_dask.formatting import duration, quantity
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.graph.keeping import kept_bytes
 from cleave_dask.planning.bound import gemm_bound, longest_chain, step_bound
-from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape
+from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape, smallest_bytes
 from cleave_dask.planning.layout import STAGES, Layout
 from cleave_dask.planning.overhead import InStep, in_the_way
 from cleave_dask.planning.values import LevelCost, Plan, Tiles
@@ -209,9 +209,15 @@ def _left_out(fleet: Fleet, layout: Layout, idle: np.ndarray[tuple[int], np.dtyp
         ]
     )
     extra = seconds.sum(axis=0) - layout.seconds
-    found = {}
+    need, found = smallest_bytes(layout.shape), {}
     for place, late, column in zip(idle.tolist(), extra.tolist(), seconds.T, strict=True):
         device = fleet.devices[place]
+        if device.memory < need:
+            has, wanted = quantity(device.memory, "B"), quantity(need, "B")
+            found[device.name] = (
+                f"left out: its memory of {has} is less than the {wanted} of the smallest tiles in flight"
+            )
+            continue
         why = (
             f"its downlink of {quantity(device.down.bandwidth, 'B/s')}",
             f"its speed of {quantity(device.flops, 'FLOP/s')}",

@@ -18,6 +18,9 @@ import numpy as np
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
+_MOST_CELLS = 1e18  # more than any gemm has
+_MOST_SLOTS = 1 << 20  # more than any fleet has devices; slow devices have billions, which nobody could list
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -35,7 +38,7 @@ class Cells:
         alone = (seconds - self.others) / self.busiest
         shared = seconds / (self.busiest + self.others / self.tiles)
         cells = np.where(alone <= self.tiles, alone, shared)
-        return np.asarray(np.floor(np.maximum(cells, 0.0) * (1 + 1e-9)), dtype=np.int64)
+        return np.asarray(np.floor(np.clip(cells, 0.0, _MOST_CELLS) * (1 + 1e-9)), dtype=np.int64)
 
 
 def queued(left: Floats, cost: Cells, slot: float) -> tuple[Ints, Ints]:
@@ -43,7 +46,7 @@ def queued(left: Floats, cost: Cells, slot: float) -> tuple[Ints, Ints]:
 
     Devices have `left` seconds but for the slots before them.
     """
-    slots = int(left.max(initial=0.0) / slot)
+    slots = min(int(left.max(initial=0.0) / slot), _MOST_SLOTS)
     free = list(range(slots + 1))  # the last free slot up to each, 0 if there is none
     offers = [(-number, device) for device, number in enumerate(cost.within(left - slot).tolist()) if number > 0]
     heapify(offers)

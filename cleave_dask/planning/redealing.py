@@ -117,20 +117,29 @@ class TileCosts:
         if kind not in SIDED:
             down = sum(parcel.work.alone_bytes for parcel in parcels)
             return cls(flops, up, np.diag(cells * (down / cells.sum())))
-        ranges, size, needs = turned(kind, ranges), turned(kind, size), []
+        ranges, size = turned(kind, ranges), turned(kind, size)
         layer = np.unique(ranges[:, 4:], axis=0, return_inverse=True)[1].reshape(-1)
-        for axis in (0, 1):
-            tile, piece, length = segments(layer, ranges[:, 2 * axis], ranges[:, 2 * axis + 1])
-            table = np.zeros((len(ranges), int(piece.max()) + 1))
-            table[tile, piece] = length * size[tile, 2]
-            needs.append(table)
-        numbers = np.concatenate(needs, axis=1)
+        rows, columns = (segments(layer, ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1))
         width = work[1] / cells.sum()  # bytes of a number, of operands as of results
         if kind == "logit_sums":  # whose results are none of their numbers
+            numbers = _table(size, rows, columns, 1.0)
             parts = np.split(numbers, np.cumsum([len(parcel.ranges) for parcel in parcels])[:-1])
             alone = sum(float(part.max(axis=0).sum()) for part in parts)
             width = sum(parcel.work.alone_bytes for parcel in parcels) / alone
-        return cls(flops, up, numbers * width)
+        return cls(flops, up, _table(size, rows, columns, width))
+
+
+_Segments = tuple[Ints, Ints, Ints]
+"""Tile, piece and length of each part of a tile along an axis."""
+
+
+def _table(size: Floats, rows: _Segments, columns: _Segments, width: float) -> Floats:
+    """(tiles, pieces): bytes. For large gemms a gigabyte of zeros: written only where there are others, not copied."""
+    split = int(rows[1].max()) + 1
+    found = np.zeros((len(size), split + int(columns[1].max()) + 1))
+    for first, (tile, piece, length) in ((0, rows), (split, columns)):
+        found[tile, first + piece] = length * size[tile, 2] * width
+    return found
 
 
 @dataclass(eq=False)

@@ -185,6 +185,13 @@ class _Mover:
         changed |= dict.fromkeys(new, "joined: took open tiles from the busiest devices")
         more = {name for name, place in self.place.items() if self.busy[place] > self.plan.busy.get(name, 0.0)}
         reasons = {name: self.plan.reasons.get(name, "") for name in self.names}
-        return {
-            name: f"{why}; then took tiles of others" if name in more else why for name, why in reasons.items()
-        } | changed
+        return {name: _took_more(why) if name in more else why for name, why in reasons.items()} | changed
+
+
+_MORE = "; then took tiles of others"
+
+
+def _took_more(why: str) -> str:
+    """A reason whose share was another one before; said once, however often it happens."""
+    first = "at first " if why[:1].isdigit() else ""
+    return why if why.endswith(_MORE) else f"{first}{why}{_MORE}"

@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Server
 from cleave_dask.graph.ir import LOGITS
 from cleave_dask.planning.balancing import Arrangement, Job, balanced, finish_seconds
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
     SCHEDULER_SECONDS,
+    TILE_SECONDS,
     Floats,
     Ints,
     Rates,
@@ -41,7 +43,9 @@ _PRICED = 4  # packings of a gemm, of which the best is taken; one of filler, an
 _FAR, _FAR_FEW = 1.06, 1.045  # times what its division takes, of all and of few devices: a better packing is sought
 _LITTLE = 5e-3  # seconds beyond its division: not worth the half second that a better packing takes to be found
 _AGAIN, _THOROUGH = 2, 4  # times that a packing is balanced again by what its tiles take
+_FOREVER = 1e15  # seconds, thirty million years: nobody waits for such a plan
 _SHRINKS = 2  # of a box that takes too long
+_FILLER = 0.1  # seconds of a tile of filler at least
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -53,14 +57,18 @@ class Grain:
     price: float  # seconds that one tile more of a box must save: what it costs its device and the server
 
     @classmethod
-    def of(cls, devices: int, *, filler: bool = False) -> Grain:
+    def of(cls, devices: int, server: Server, *, filler: bool = False) -> Grain:
         """That of a fleet. With many devices gemms are short, and many tiles travel as one parcel.
 
         Tiles of filler are as long as a gemm of the critical path may have to wait for them; their overlap is for free.
+        Where the server says how many processes it has, tiles are priced as it works on them, on one of every device in
+        turn: the more devices, the fewer tiles for each.
         """
-        if filler:
-            return cls(0.1, 0.0)
-        return cls(0.025, 5e-3) if devices <= MANY_DEVICES else cls(0.0125, 2e-3)
+        if server.processes is None:
+            few = devices <= MANY_DEVICES
+            return cls(_FILLER, 0.0) if filler else cls(0.025 if few else 0.0125, 5e-3 if few else 2e-3)
+        turn = devices * TILE_SECONDS / server.processes
+        return cls(max(_FILLER, turn), 0.0) if filler else cls(max(0.04, 0.5 * turn), max(0.01, 0.25 * turn))
 
 
 @dataclass(frozen=True)
@@ -94,12 +102,13 @@ def tile_gemm(
         return tile_head(shape, rates, server, spare=spare, scheduler_seconds=scheduler_seconds)
     best: Layout | None = None
     down = up = 1.0
+    filler = spare is not None
+    grain = Grain.of(len(rates), server, filler=filler)
     for _ in range(3):
-        filler = spare is not None
         slowed = (spare or rates).slowed(down, up)
-        shares = _divide(shape, slowed, scheduler_seconds, filler=filler)
+        shares = _divide(shape, slowed, scheduler_seconds, grain, filler=filler)
         cutter = _Cutter(shape, rates, server, shares, scheduler_seconds, filler)
-        found = _laid_out(cutter, slowed, split_k=split_k)
+        found = _laid_out(cutter, slowed, grain.price, split_k=split_k)
         best = found if best is None or found.seconds < best.seconds else best
         if best.binding not in ("server egress", "server ingress"):
             break
@@ -109,21 +118,23 @@ def tile_gemm(
     return best
 
 
-def volume_share(shape: Shape, rates: Rates, slot: float) -> float:
+def volume_share(shape: Shape, rates: Rates, server: Server, slot: float) -> float:
     """Seconds in which these devices could do a gemm if others filled its gaps and all boxes had their best shape."""
-    return _divide(shape, rates, slot, filler=True).seconds
+    return _divide(shape, rates, slot, Grain.of(len(rates), server, filler=True), filler=True).seconds
 
 
-def _divide(shape: Shape, rates: Rates, slot: float, *, filler: bool) -> Shares:
+def _divide(shape: Shape, rates: Rates, slot: float, grain: Grain, *, filler: bool) -> Shares:
     """The least time in which the devices together can do the gemm, and who does how much in how many tiles."""
     low, step = _fewest_seconds(shape, rates), 1.1
     high = step * low
-    while (shares := _fitting(shape, rates, slot, high, filler)).volume.sum() < shape.volume:
+    while (shares := _fitting(shape, rates, slot, high, grain, filler)).volume.sum() < shape.volume:
         low, high, step = high, step * high, min(2.0, 1.2 * step)
-        assert high < 1e15, f"nobody has the memory for {shape}"
+        if high > _FOREVER:
+            size = f"{shape.kind} of {shape.m} x {shape.n} x {shape.k}"
+            raise PlanError(f"{size} would take these devices more than {high:.0e} s; give them faster links or speed")
     while high - low > 4e-3 * high:
         middle = (low + high) / 2
-        tried = _fitting(shape, rates, slot, middle, filler)
+        tried = _fitting(shape, rates, slot, middle, grain, filler)
         if tried.volume.sum() >= shape.volume:
             high, shares = middle, tried
         else:
@@ -143,16 +154,16 @@ def _fewest_seconds(shape: Shape, rates: Rates) -> float:
     return max(low, 1e-6)
 
 
-def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bool) -> Shares:
+def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, grain: Grain, filler: bool) -> Shares:
     """What the devices can do in `seconds`, the most capable first in the scheduler's queue."""
     able = np.flatnonzero(rates.memory >= smallest_bytes(shape))
     if shape.kind != "gemm":
-        return _cells(shape, rates, slot, seconds, able, filler)
+        return _cells(shape, rates, slot, seconds, able, grain, filler)
     order = able[np.argsort(-most(shape, rates, seconds - rates.latency)[0][able], kind="stable")]
     if slot:
         order = order[: max(1, int(seconds / slot))]
     start = rates.latency[order] + slot * np.arange(1, len(order) + 1)
-    tiles = _most_tiles(seconds - start, Grain.of(len(rates), filler=filler).shortest)
+    tiles = _most_tiles(seconds - start, grain.shortest)
     strips = np.full(len(order), ENDLESS) if filler else np.minimum(tiles, MOST_STRIPS)
     box = _largest_box(shape, rates.take(order), np.maximum(seconds - start, 0.0), strips)
     volume = box.prod(axis=0)
@@ -160,11 +171,11 @@ def _fitting(shape: Shape, rates: Rates, slot: float, seconds: float, filler: bo
     return Shares(seconds, order[worth], start[worth], volume[worth], box[:, worth], tiles[worth], strips[worth])
 
 
-def _cells(shape: Shape, rates: Rates, slot: float, seconds: float, able: Ints, filler: bool) -> Shares:
+def _cells(shape: Shape, rates: Rates, slot: float, seconds: float, able: Ints, grain: Grain, filler: bool) -> Shares:
     """The whole cells of a batched op that the devices can do in `seconds`."""
     here = rates.take(able)
     left, stages = seconds - here.latency, cell_seconds(shape, here)
-    tiles = _most_tiles(left - slot, Grain.of(len(rates), filler=filler).shortest)
+    tiles = _most_tiles(left - slot, grain.shortest)
     busiest = stages.max(axis=0)
     cost = Cells(busiest, stages.sum(axis=0) - busiest, np.where(filler, np.inf, tiles))
     if slot:
@@ -287,14 +298,14 @@ class _Cutter:
         return layout
 
 
-def _laid_out(cutter: _Cutter, slowed: Rates, *, split_k: bool) -> Layout:
+def _laid_out(cutter: _Cutter, slowed: Rates, price: float, *, split_k: bool) -> Layout:
     """The tiles of a division, for devices so slowed: of a thorough packing, if the first is far from the division."""
     shape, shares, filler = cutter.shape, cutter.shares, cutter.filler
     if shape.kind != "gemm":
         return cutter.cut(*_dealt(shape, shares))
     best = shares.box if split_k else np.stack([*shares.box[:2], np.full(len(shares.devices), float(shape.k))])
     here = slowed.take(shares.devices)
-    strips = shares.strips if filler else _strips(shape, here, best, shares.tiles, Grain.of(len(slowed)).price)
+    strips = shares.strips if filler else _strips(shape, here, best, shares.tiles, price)
     job = Job(shape, here, shares.start, strips, shares.volume, best, np.ones(len(shares.devices)))
     layout = cutter.packed(job, split_k=split_k)
     far = _FAR_FEW if len(shares.devices) <= FEW_DEVICES else _FAR

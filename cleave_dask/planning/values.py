@@ -15,14 +15,17 @@ from typing import Any, overload
 
 import numpy as np
 
+from cleave_dask.errors import PlanError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration, html_bar, html_table, quantity
 from cleave_dask.graph.ir import Range, StepGraph
 from cleave_dask.planning.growing import growing_order
+from cleave_dask.resources import nearest, shown
 
 Column = np.ndarray[Any, np.dtype[np.int32]]
 
 _SHOWN = 8  # devices that a notebook shows of a plan
+_NAMED = 20  # devices that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,9 @@ class Plan:
         """Why this device has the share of work that it has; of "server": what it must hold."""
         if device == "server" and device not in self.reasons:
             return self._holding
+        if device not in self.reasons:
+            known = [*list(self.reasons)[:_NAMED], "server"]
+            raise PlanError(f"no device of this plan is called {shown(device)}; {nearest(str(device), known)}")
         return self.reasons[device]
 
     def __str__(self) -> str:

@@ -58,9 +58,11 @@ class SchedulerAdmission:
     # The ledger
 
     def address_of(self, name: str) -> str | None:
-        """Where the worker of this name is."""
+        """Where the worker of this name is, unless it is the server."""
         address: str | None = self._scheduler.aliases.get(name)
-        return address
+        worker = self._scheduler.workers.get(address)
+        served = worker is not None and (worker.extra.get("cleave") or {}).get("role") == "server"
+        return None if served else address
 
     def is_taken(self, address: str) -> bool:
         """Whether a worker is at this address."""

@@ -93,6 +93,12 @@ def serial_of(certificate: bytes) -> str:
     return f"{x509.load_pem_x509_certificate(certificate).serial_number:x}"
 
 
+def name_of(certificate: bytes) -> str:
+    """Whom a PEM certificate names."""
+    (name,) = x509.load_pem_x509_certificate(certificate).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(name.value)
+
+
 def expiry_of(certificate: bytes) -> datetime:
     """Until when a PEM certificate holds."""
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc

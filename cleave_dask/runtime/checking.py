@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 from math import isfinite
 from typing import Any
 
@@ -16,6 +18,21 @@ LONGEST = 2000
 
 MANY = 4096
 """Entries of a list at most."""
+
+REASON: Mapping[str, tuple[float, float]] = {
+    "flops": (1e3, 1e24),
+    "down": (1.0, 1e15),
+    "up": (1.0, 1e15),
+    "latency": (0.0, 3600.0),
+    "memory": (1e6, 1e18),
+    "cores": (0.0, 1e6),
+}
+"""Within which a device's figures are planned with, in base units: others would only break what is computed of them."""
+
+LONGEST_TASK = 1e7
+"""Seconds that a task may say it took."""
+
+_ADDRESS = re.compile(r"(?:tls|tcp)://(?:\[([0-9a-f:.]+)\]|([0-9.]+)):([1-9][0-9]{0,4})")
 
 
 def text(value: Any) -> str:
@@ -37,6 +54,24 @@ def number(value: Any) -> float:
     if type(value) not in (int, float) or not isfinite(value):
         raise Refused(f"{_shown(value)} where a number was expected")
     return float(value)
+
+
+def address(value: Any) -> str:
+    """Where a worker listens, in the one way to write it: Dask would take names of workers and hosts for it too."""
+    told = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    if told is not None:
+        host = told[1] or told[2]
+        try:
+            if str(ip_address(host)) == host and int(told[3]) < 1 << 16:
+                return told[0]
+        except ValueError:
+            pass
+    return str(_refuse(value, "an address such as tls://192.0.2.10:40000"))
+
+
+def said(value: Any) -> str:
+    """What is shown to people: one line, without what a terminal would act on."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:500])
 
 
 def flag(value: Any) -> bool:
@@ -124,8 +159,8 @@ def facts(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(told, dict) or told.get("role") != "device":
         raise Refused("a device that says it is something else")
-    for figure in ("flops", "down", "up", "latency", "memory", "cores"):
-        if figure in told and number(told[figure]) < 0:
+    for figure, (least, most) in REASON.items():
+        if figure in told and not least <= number(told[figure]) <= most:
             raise Refused(f"{figure} of {told[figure]}")
     return {"cleave": {**told, "version": text(told.get("version")), "kernel": text(told.get("kernel"))}}
 
@@ -134,7 +169,12 @@ def startstops(value: Any) -> list[dict[str, Any]]:
     """When a task was computed; nothing else is timed."""
     given = value if isinstance(value, tuple) and len(value) <= 64 else ()
     timed = [one for one in given if isinstance(one, dict) and one.get("action") == "compute"]
-    return [{"action": "compute", "start": number(one.get("start")), "stop": number(one.get("stop"))} for one in timed]
+    spans = [(number(one.get("start")), number(one.get("stop"))) for one in timed]
+    return [
+        {"action": "compute", "start": start, "stop": stop}
+        for start, stop in spans
+        if 0 <= start <= stop <= start + LONGEST_TASK
+    ]
 
 
 def status(value: Any) -> str:

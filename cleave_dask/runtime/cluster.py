@@ -30,11 +30,8 @@ def inspect(client: Client) -> Cluster:
 
     It waits a while for devices that are measuring themselves.
     """
+    _check_version("scheduler", facts_of(client))  # of another version nothing else may be as it is read here
     facts = _measured_facts(client)
-    if facts["version"] != __version__:
-        raise ClusterError(
-            f"the scheduler runs cleave-dask {facts['version']}, this client {__version__}; install the same version"
-        )
     servers: dict[str, dict[str, Any]] = facts["server"]
     if not servers:
         raise ClusterError(
@@ -46,9 +43,16 @@ def inspect(client: Client) -> Cluster:
             f"{len(servers)} servers have joined where one is expected ({', '.join(sorted(servers))}); stop all but one"
         )
     if not facts["device"]:
-        raise ClusterError(_no_devices(sorted(facts["stranger"]), _address(client)))
+        raise ClusterError(_no_devices(sorted(facts["stranger"]), how_to_join(client)))
     (server,) = servers.values()
+    _check_version("server", server)
     return Cluster(server["address"], facts["device"])
+
+
+def _check_version(role: str, facts: dict[str, Any]) -> None:
+    there = facts.get("version")
+    if there != __version__:
+        raise ClusterError(f"the {role} runs cleave-dask {there}, this client {__version__}; install the same version")
 
 
 def _measured_facts(client: Client) -> dict[str, Any]:
@@ -90,10 +94,15 @@ def _address(client: Client) -> str:
     return str(scheduler.address)
 
 
-def _no_devices(strangers: list[str], address: str) -> str:
-    remedy = f"start one with `dask worker {address} --preload cleave_dask.runtime.device`"
+def how_to_join(client: Client) -> str:
+    """What makes a machine a device of this cluster."""
+    address = _address(client)
     if address.startswith("tls://"):
-        remedy = "start one with the `cleave join` line that `cleave serve` printed"
+        return "start one with the `cleave join` line that `cleave serve` printed"
+    return f"start one with `dask worker {address} --preload cleave_dask.runtime.device`"
+
+
+def _no_devices(strangers: list[str], remedy: str) -> str:
     if strangers:
         return (
             f"no device has joined, but {len(strangers)} workers without the package "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from distributed.security import Security
 
-from cleave_dask.errors import AccessError
+from cleave_dask.errors import AccessError, NameTakenError
 from cleave_dask.runtime.roles import Role
 from cleave_dask.runtime.tokens import Member, Register, make_token
 
@@ -121,9 +121,11 @@ class ServerFolder:
 
     def enrol(self, token: str, name: str, request: bytes, *, now: float, days: float) -> bytes:
         """The certificate of a device that has a valid token."""
-        from cleave_dask.runtime.certificates import Authority, expiry_of, serial_of
+        from cleave_dask.runtime.certificates import Authority, expiry_of, name_of, serial_of
 
         used = self.register().check(token, name, now=now)  # who has no token costs no signature
+        if name in {name_of(self.files(role).certificate.read_bytes()) for role in LOCAL_ROLES}:
+            raise NameTakenError(f"{name} is what the cluster calls itself; choose another name with --name")
         authority = Authority((self.path / "ca.pem").read_bytes(), (self.path / "ca.key").read_bytes())
         certificate = authority.sign(request, "device", name, datetime.fromtimestamp(now, UTC), days)
         member = Member(name, serial_of(certificate), used.id, now, expiry_of(certificate).timestamp())

@@ -168,6 +168,28 @@ class _Guarded:
             self.abort()  # nobody knows how much of a message was read
             raise
 
+    async def write(self, message: Any, serializers: Any = None, on_error: str = "message") -> Any:
+        """Send a message; a device that does not read it is answered nothing else, and in the end sent away.
+
+        Dask would go on, and keep all that it has to send.
+        """
+        stock: Any = super()
+        nbytes = await stock.write(message, serializers, on_error)
+        if self.conversation is None or _guard is None or self.stream is None or not self.stream.writing():
+            return nbytes
+        try:
+            async with asyncio.timeout(60 + nbytes / SLOWEST):
+                await self.stream.write(b"")
+        except StreamClosedError as error:
+            self.stream, self._closed = None, True
+            raise CommClosedError(f"in {self}: {error}") from error
+        except TimeoutError as error:
+            logger.warning("Closed a connection of %s, which does not read what it is sent", self.conversation.name)
+            _guard.refused += 1
+            self.abort()
+            raise CommClosedError(f"in {self}: it does not read") from error
+        return nbytes
+
     async def _receive(self, stream: IOStream, conversation: Conversation) -> Any:
         """A message; it may be long in coming, but once it has begun it must go on."""
         now = asyncio.get_running_loop().time

@@ -47,8 +47,9 @@ def refuse_all_but_tiles(worker: Worker, run: Callable[..., Any], limit: int) ->
     worker.rpc.limit = POOL
     worker.rpc.semaphore = asyncio.Semaphore(POOL - worker.rpc.open)
     listeners: list[Any] = worker.listeners
+    called = partial(WithCluster, 0)  # who calls brings no arrays
     for listener in listeners:
-        listener.comm_class = partial(_guarded, listener.comm_class, converse)
+        listener.comm_class = partial(_guarded, listener.comm_class, called)
         listener.abort_handshaking_comms()  # who came before this knows no better, and has no business here
     for call in set(worker.handlers) - set(ANSWERED):
         worker.handlers[call] = _refusal(call)

@@ -164,6 +164,13 @@ class SteeringPlugin(SchedulerPlugin):
 
     def message(self, ts: TaskState) -> dict[str, Any]:
         """What a worker is sent: a step's task without the dependencies that only ordered it."""
+        message = self._message(ts)
+        if message is None:
+            raise RuntimeError(self.broken)
+        return message
+
+    @_fatal
+    def _message(self, ts: TaskState) -> dict[str, Any] | None:
         message: dict[str, Any] = self._stock_message(ts)
         spec = ts.run_spec
         if isinstance(spec, OrderedTask):

@@ -20,6 +20,7 @@ from cleave_dask.graph.torch_ops import dtype_of
 from cleave_dask.planning.cost import extent
 from cleave_dask.planning.slices import SIDED
 from cleave_dask.planning.values import Tile
+from cleave_dask.runtime.checking import REASON
 from cleave_dask.runtime.interpreter import empty_output
 from cleave_dask.runtime.trace import HERE
 from cleave_dask.runtime.wire import to_wire, wire_dtype
@@ -66,7 +67,7 @@ class Attempt:
             _seconds(arrived - sent) if isinstance(sent, int | float) else 0.0,
             int(_seconds(told.get("down_bytes"), most=2**62)),
             arrived,
-            moved or {},
+            _moved(moved or {}),
         )
 
     def moved_up(self, arrays: Iterable[Any]) -> int:
@@ -83,6 +84,19 @@ class Attempt:
 def _seconds(told: Any, *, most: float = 1e6) -> float:
     """A number that a device sent, if it is one and within reason."""
     return float(told) if isinstance(told, int | float) and 0 <= told <= most else 0.0
+
+
+def _moved(told: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
+    """What a device says that its links carried, as far as a link could."""
+    moved = {}
+    for side in ("down", "up"):
+        pair = told.get(side)
+        if isinstance(pair, list | tuple) and len(pair) == 2:
+            carried, seconds = int(_seconds(pair[0], most=2**62)), _seconds(pair[1])
+            least, most = REASON[side]
+            if seconds and least <= carried / seconds <= most:
+                moved[side] = carried, seconds
+    return moved
 
 
 class TileRejected(Exception):

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cleave_dask.errors import CheckpointError, InputError
+from cleave_dask.errors import CheckpointError, ForeignCheckpointError, InputError
 from cleave_dask.formatting import quantity
 from cleave_dask.runtime.zarr_files import (
     CHUNK_BYTES,
@@ -252,7 +252,7 @@ class TileStore:
         """What is wrong with a step, and which other one is whole."""
         places = self._places()
         whole = next((other for other in reversed(places) if other != step and self.verify(other)), None)
-        remedy = "no other step is whole"
+        remedy = "no other step is whole: put back a copy of that folder, or start a new run in another one"
         if whole is not None:
             remedy = f"without {places[step].name}, a resume is from step {whole}, which is whole: rename that folder"
         return f"step {step} in {self.folder} is damaged: {damage}; {remedy}"
@@ -267,9 +267,16 @@ def _check_model(content: Mapping[str, Any], folder: Path, expect: Expectation) 
     there |= {name: kind for name, kind in kinds.items() if name.split("/")[0] in tops}
     differ = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if differ:
-        first = f"{differ[0]} is {there.get(differ[0], 'absent')} there and {here.get(differ[0], 'absent')} here"
+        first = f"{differ[0]} is {_kind(there.get(differ[0]))} there and {_kind(here.get(differ[0]))} here"
         found = f"{folder} is of another model: {first} ({len(differ)} differences in all)"
-        raise CheckpointError(f"{found}; resume with the model that wrote it, or give this run another folder")
+        raise ForeignCheckpointError(f"{found}; resume with the model that wrote it, or give this run another folder")
+
+
+def _kind(kind: tuple[str, tuple[int, ...]] | str | None) -> str:
+    """An array's dtype and shape, or a digest, for a person."""
+    if kind is None:
+        return "absent"
+    return kind if isinstance(kind, str) else f"{kind[0]} of {' x '.join(map(str, kind[1])) or 'one number'}"
 
 
 def _identity(folder: Path, checksum: int) -> str:

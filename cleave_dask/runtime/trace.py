@@ -203,7 +203,7 @@ class Trace:
         steps = len(np.unique(self.columns["step"]))
         failed = len(self) - int(self.accepted.sum())
         other = f", {failed:,} not taken" if failed else ""
-        return f"{len(self):,} tiles in {steps:,} steps, {duration(self.seconds)}{other}"
+        return f"{len(self):,} tiles in {steps:,} step{'s' * (steps != 1)}, {duration(self.seconds)}{other}"
 
     def _repr_html_(self) -> str:
         """A line per device."""

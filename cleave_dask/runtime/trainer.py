@@ -43,7 +43,7 @@ from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.calling import ask
-from cleave_dask.runtime.cluster import facts_of, inspect
+from cleave_dask.runtime.cluster import facts_of, how_to_join, inspect
 from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import pack
@@ -180,7 +180,7 @@ class Trainer:
         if bool(present) == self._deserted:
             self._deserted = not present
             if self._deserted:
-                logger.warning("No device is left: the step waits until one joins")
+                logger.warning("No device is left: the step waits until one joins; %s", how_to_join(self.client))
             else:
                 logger.warning("%s is back: the step goes on", ", ".join(sorted(present)[:3]))
 

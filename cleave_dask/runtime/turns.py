@@ -17,6 +17,7 @@ from distributed.scheduler import WorkerState
 
 from cleave_dask.errors import FleetError
 from cleave_dask.fleet.units import require
+from cleave_dask.runtime.checking import REASON
 from cleave_dask.runtime.lending import FIGURES
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Measurements:
                 known |= {name: require(figures[name], dimension, field=name)} if name in figures else {}
             except FleetError as error:
                 logger.warning("Device %s measured nonsense: %s", ws.name, error)
+        known = {name: min(max(given, REASON[name][0]), REASON[name][1]) for name, given in known.items()}
         ws.extra["cleave"] = {**_facts(ws), **known, "measuring": False}
         self.tell(ws)
 

@@ -193,7 +193,7 @@ class RightSide:
         with np.errstate(all="ignore"):
             scale = _column_scale(b, dtype, rng)
             fits = scale > 0
-            x = (scale[:, None] * _vectors(rng, len(scale), precision.sums)).astype(precision.sums, copy=False)
+            x = np.asfortranarray(scale[:, None] * _vectors(rng, len(scale), precision.sums), precision.sums)
             y = b.times(dtype, x)
             if not fits.all() and not np.isfinite(y).all():  # a column that is not finite, times zero
                 y = np.where(fits, _wide(b.whole, dtype), 0) @ x
@@ -209,6 +209,13 @@ class RightSide:
         fits, zero, x = (np.concatenate([getattr(side, name) for side in sides]) for name in ("fits", "zero", "x"))
         y = np.sum([side.y for side in sides], axis=0)
         return cls(tuple(part for side in sides for part in side.b), sides[0].dtype, fits, zero, x, y)
+
+    def passes(self, c: Array, expected: Array, k: int) -> bool:
+        """Whether every row of c passes the sieve at first sight, where `expected` is a @ y; if not, ask `verify`."""
+        if c.size == 0 or k == 0 or not self.fits.all():
+            return False
+        with np.errstate(all="ignore"):
+            return not len(self._conspicuous(c, self.dtype, expected, k)[0])
 
     def verify(self, a: Array | Slices, c: Array, expected: Array | None = None) -> bool:
         """Whether c is a @ b, for matrices of agreeing shapes; `expected` is a @ y where that is known already."""
@@ -234,10 +241,8 @@ class RightSide:
 
     def _suspects(self, a: Slices, c: Array, kind: str, expected: Array) -> Array:
         """Rows whose residual is not explained by typical rounding, the least explained first; `kind` is c's dtype."""
-        precision, dtype = PRECISIONS[self.dtype], self.dtype
-        residual, size = _mean_square(_times(c, kind, self.x) - expected), _mean_square(expected)
-        sums, halves = precision.sum_unit**2 * (a.shape[1] + c.shape[1]), precision.unit**2
-        rows = np.flatnonzero(~((residual <= (2 * sums + halves) * size) & np.isfinite(size)))
+        dtype, halves = self.dtype, PRECISIONS[self.dtype].unit ** 2
+        rows, residual, sums = self._conspicuous(c, kind, expected, a.shape[1])
         if rows.size == 0:
             return rows
         walk = np.square(widen(a.rows(rows), dtype), dtype="float64") @ _mean_square(self.y)
@@ -247,6 +252,14 @@ class RightSide:
         order = np.argsort(-excess)
         suspects: Array = rows[order[excess[order] > 1]]
         return suspects
+
+    def _conspicuous(self, c: Array, kind: str, expected: Array, k: int) -> tuple[Array, Array, float]:
+        """Rows that do not pass at first, the squares of all residuals, and of what sums may be off by."""
+        precision = PRECISIONS[self.dtype]
+        residual, size = _mean_square(_times(c, kind, self.x) - expected), _mean_square(expected)
+        sums = precision.sum_unit**2 * (k + c.shape[1])
+        passed = (residual <= (2 * sums + precision.unit**2) * size) & (size < np.inf)
+        return np.flatnonzero(~passed), residual, sums
 
     def _whole(self) -> Array:
         return np.concatenate([part.whole for part in self.b], axis=1) if len(self.b) > 1 else self.b[0].whole

@@ -28,7 +28,7 @@ import numpy as np
 import zarr
 
 from cleave_dask._version import __version__
-from cleave_dask.errors import CheckpointError, InputError
+from cleave_dask.errors import ForeignCheckpointError, InputError
 
 FORMAT = 1  # version of the layout above; a reader accepts its own and older ones
 METADATA = "zarr.json"
@@ -189,7 +189,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], int]:
         raise Damage(f"{folder / METADATA} fails its checksum") from None
     if content["format"] > FORMAT:
         newer = f"format {content['format']}, written by cleave-dask {content['package']}"
-        raise CheckpointError(f"{folder} is in {newer}; version {__version__} reads up to {FORMAT}: upgrade it")
+        raise ForeignCheckpointError(f"{folder} is in {newer}; version {__version__} reads up to {FORMAT}: upgrade it")
     return content, checksum
 
 

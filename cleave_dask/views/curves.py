@@ -27,6 +27,7 @@ _LANES = {"download": -0.27, "compute": 0.0, "upload": 0.27, "verify": 0.27}
 _THICK, _THIN = 0.19, 0.05
 _ROW, _SHORT, _TALL = 34, 230, 780  # points: of a device's row, of all rows at least and at most
 _HEAD, _FRAME = 22, 110  # points: above the first row, for the numbers of steps; of title, legend and axis
+_LABEL = 0.07  # of the timeline's width, for the number of a step
 TILE_COLUMNS = (
     *("y", "d0", "d1", "c1", "u1", "v1", "pd", "pc", "pu", "alpha", "line"),
     *("device", "gemm", "tile", "outcome", "planned", "download", "compute", "upload", "verify"),
@@ -213,9 +214,14 @@ class Timeline:
         first = float(story.tiles["start"][0])
         ends = [record for record in story.records[-64:] if record.get("ended", 0.0) >= first]
         last = None if self.plot.x_range.follow else story.last  # of a run that is over
+        places = [float(record["ended"] - story.base) for record in ends]
+        shown = legible(places, self._span(story))
         marks = {
-            "x": [record["ended"] - story.base for record in ends],
-            "text": [f"step {record['step'] + 1:,}" if record is not last else "" for record in ends],
+            "x": places,
+            "text": [
+                f"step {record['step'] + 1:,}" if record is not last and room else ""
+                for record, room in zip(ends, shown, strict=True)
+            ],
             "y": [self._top] * len(ends),
         }
         if marks != self.steps.data:
@@ -224,6 +230,22 @@ class Timeline:
             wide = float(np.clip(3.2 * story.last["seconds"], 2.0, 300.0))
             if abs(wide / self.plot.x_range.follow_interval - 1) > 0.25:
                 self.plot.x_range.follow_interval = wide
+
+    def _span(self, story: Story) -> float:
+        """Seconds from the left edge of the plot to its right one, until somebody zooms."""
+        if self.plot.x_range.follow:
+            return float(self.plot.x_range.follow_interval)
+        return float((story.tiles["start"] + story.tiles["queued"]).max() - story.tiles["start"].min())
+
+
+def legible(places: Sequence[float], span: float) -> list[bool]:
+    """Which of these places, left to right, can be labelled so that no label covers the next one."""
+    shown, free = [], float("-inf")
+    for place in places:
+        shown.append(place >= free)
+        if place >= free:
+            free = place + _LABEL * span
+    return shown
 
 
 def timeline_height(devices: int) -> int:

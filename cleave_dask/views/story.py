@@ -167,7 +167,8 @@ class Story:
         share, taken_over = _by(summary, "device", "share"), _by(summary, "device", "taken_over")
         states = [self.state(name) for name in names]
         sums = [self.sums.get(name) or _NOTHING for name in names]
-        reasons = [why.get(name, _unplanned(state)) for name, state in zip(names, states, strict=True)]
+        unknown = [_unplanned(state, planned=bool(plan)) for state in states]
+        reasons = [why.get(name, other) for name, other in zip(names, unknown, strict=True)]
         return {
             "device": names,
             "state": states,
@@ -257,7 +258,9 @@ def _by(table: Mapping[str, Any], key: str, column: str) -> dict[str, Any]:
     return dict(zip(table.get(key, ()), table.get(column, ()), strict=True))
 
 
-def _unplanned(state: str) -> str:
+def _unplanned(state: str, *, planned: bool) -> str:
+    if not planned:
+        return "nothing is planned yet"
     return "its tiles went to others" if state in GONE else "joined after the plan was made"
 
 

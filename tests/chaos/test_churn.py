@@ -80,6 +80,7 @@ def test_a_step_waits_for_a_device_and_goes_on(caplog: pytest.LogCaptureFixture)
             until(lambda: not facts_of(client)["device"], "both devices are gone")
             step = thread.submit(trainer.step, **models.tokens(seed=1))
             until(lambda: "No device is left: the step waits" in caplog.text, "it says so")
+            assert f"start one with `dask worker {fleet.scheduler_address} --preload" in caplog.text
             assert not step.done()
             fleet.restart("device-0")
             losses.append(step.result())

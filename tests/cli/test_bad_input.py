@@ -25,6 +25,11 @@ from tests.cli.calling import RECIPE, run
         (("train", "tiny-llama", "--fleet", "home-1024"), "1,024 devices"),
         (("train", "tiny-llama", "--scheduler", "tcp://[::1"), "give an address such as"),
         (("train", "tiny-llama", "--scheduler", "127.0.0.1:port"), "give an address such as"),
+        (("devices", "--scheduler", "127.0.0.1:port"), "'127.0.0.1:port', which is no address; give"),
+        (("serve", "--host", "203.0.113.7", "--port", "0"), "give a --host that is this machine's"),
+        (("join", "https://127.0.0.1:1", "x"), "this is no token; copy the whole line"),
+        (("plan", "tiny-llama", "--fleet", "lab-8", "--gemm", "lm_head"), "say where to with --plot"),
+        (("simulate", "tiny-llama", "--fleet", "lab-8", "--churn", "often"), "no number and no file"),
         (("plan", "tiny-llama", "--fleet", "missing.toml"), "there is no file 'missing.toml'"),
         (("plan", "tiny-lama", "--fleet", "lab-8"), "did you mean 'tiny-llama'?"),
         (("compare", "tiny-llama", "--fleet", "lab-9"), "did you mean 'lab-8'?"),
@@ -94,24 +99,24 @@ def test_a_run_of_another_model_or_format_is_refused_before_a_fleet_is_started(
     saved = State({"weights/other": StoredArray(np.ones((2, 3), np.float32), "float32")}, {"step": 4})
     with TileStore(folder) as store:
         store.save(4, saved)
-        assert "is of another model: weights/lm_head.weight is absent there" in refusal(*train)
+        assert "is of another model: weights/lm_head.weight is absent there" in refusal(*train, code=2)
         with monkeypatch.context() as later:
             later.setattr(zarr_files, "FORMAT", 2)
             later.setattr(zarr_files, "__version__", "9.9")
             store.save(5, saved)
-        assert "is in format 2, written by cleave-dask 9.9; version" in refusal(*train)
+        assert "is in format 2, written by cleave-dask 9.9; version" in refusal(*train, code=2)
         newest = folder / "step-00000005.0002" / "zarr.json"
         newest.write_text(newest.read_text()[:-9])
-        assert "step 5" in (said := refusal(*train))
+        assert "step 5" in (said := refusal(*train, code=1))
         assert "without step-00000005.0002, a resume is from step 4, which is whole" in said
         assert store.steps() == (4, 5)
         assert store.verify(4)
 
 
-def refusal(*arguments: str) -> str:
+def refusal(*arguments: str, code: int) -> str:
     """What a command says that fails."""
     result = run(*arguments)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == code, result.output
     assert "starting scheduler" not in result.output
     line: str = result.stderr.splitlines()[-1]
     assert line.startswith("error: ")
@@ -140,6 +145,13 @@ def test_a_port_that_is_taken_is_named() -> None:
         result = run("serve", "--port", str(port))
     assert result.exit_code == 1
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in result.stderr
+
+
+def test_who_has_no_token_yet_is_asked_for_it(tmp_path: Path) -> None:
+    with dask.config.set({"cleave.security.folder": str(tmp_path / "keys")}):
+        result = run("join", "https://127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "give the token that `cleave serve` printed there" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [("revoke", "phone"), ("invite",)])

@@ -157,3 +157,14 @@ def test_saving_after_an_interrupt_is_not_interrupted_again(capfd: pytest.Captur
         with interrupts.held():
             os.kill(os.getpid(), signal.SIGINT)
     assert "once more to leave at once" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
+def test_a_terminal_hears_what_takes_its_time_and_a_pipe_does_not() -> None:
+    command = [sys.executable, "-c", "from cleave_dask.cli.frame import doing\nwith doing('planning it'):\n    pass"]
+    ours, theirs = os.openpty()
+    with open(ours, "rb", buffering=0) as screen:
+        subprocess.run(command, stderr=theirs, check=True, timeout=60, env={**os.environ, "TERM": "xterm"})
+        os.close(theirs)
+        assert b"planning it" in screen.read(4096)
+    assert not subprocess.run(command, stderr=subprocess.PIPE, check=True, timeout=60).stderr

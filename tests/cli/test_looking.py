@@ -15,6 +15,7 @@ from PIL import Image
 import cleave_dask
 from cleave_dask import config  # noqa: F401  # its defaults outlive what a test sets
 from cleave_dask.views.bars import Bar, draw_bars
+from cleave_dask.views.picture import Words
 from tests.cli.calling import run
 
 
@@ -57,6 +58,32 @@ def test_plan_shows_levels_and_draws_a_gemm(recipe: str, tmp_path: Path) -> None
     assert "no gemm that is sent out is called 'nothing'" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "0 devices; give it at least one"),
+        ("down = 0", "'[/b]:cat:': down is 0; it must be finite and above zero"),
+        ("down = '-3 MB/s'", "down is '-3 MB/s'; it must be finite and above zero"),
+        ("down = '3 MBs'", "down is '3 MBs', which does not read as bytes/s; give"),
+        ("down = 1e-300", "down is 1e-300; it must be from 1 to 1e+24 bytes/s"),
+        ("down = 1e6\nlatency = 1e200", "latency is 1e+200; it must be from 0 to 1e+09 seconds"),
+        ("down = 1e6", None),
+    ],
+)
+def test_plan_on_a_fleet_that_cannot_be_says_why(recipe: str, tmp_path: Path, line: str, message: str | None) -> None:
+    fleet = tmp_path / "fleet.toml"
+    device = f'[[device]]\nname = "[/b]:cat:"\nflops = 1e9\nmemory = 1e9\nup = 1e6\n{line}\n'
+    fleet.write_text(device if line else "")
+    result = run("plan", recipe, "--fleet", str(fleet))
+    if message is None:
+        assert result.exit_code == 0, result.stderr
+        assert "on [/b]:cat:" in result.stdout, "a name is no markup"
+        return
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_profile_is_an_entry_of_a_fleet_file(tmp_path: Path) -> None:
     result = run("profile", "--json")
     assert result.exit_code == 0, result.stderr
@@ -83,6 +110,9 @@ def test_profile_is_added_to_a_fleet_file_or_the_file_stays_as_it_was(tmp_path: 
     assert "give another --name" in again.stderr
     assert file.read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["fleet.toml"]
+    homeless = run("profile", "--write", str(tmp_path / "missing" / "fleet.toml"))
+    assert homeless.exit_code == 2
+    assert "missing/fleet.toml': No such file or directory; choose another --write" in homeless.stderr
     nowhere = run("profile", "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.exit_code == 1
     assert "no scheduler answers" in nowhere.stderr
@@ -122,7 +152,7 @@ def test_compare_prints_a_table_of_chosen_systems(recipe: str) -> None:
 def test_compare_on_devices_that_hold_nothing_is_bad_input(recipe: str, tmp_path: Path) -> None:
     fleet = tmp_path / "dust.toml"
     fleet.write_text('[[device]]\nname = "mote"\nflops = 1e9\nmemory = 8\ndown = 1e6\nup = 1e6\n')
-    for command in ("compare", "simulate"):
+    for command in ("plan", "compare", "simulate"):
         result = run(command, recipe, "--fleet", str(fleet))
         assert result.exit_code == 2
         assert "'mote', the largest device, has 8 B" in result.stderr
@@ -151,4 +181,11 @@ def test_simulate_replays_a_file_and_names_what_is_wrong_with_it(recipe: str, tm
     assert "links.csv line 2 has device 'phone-9999'" in wrong.stderr
     missing = run("simulate", recipe, "--fleet", "lab-8", "--churn", str(tmp_path / "nowhere.csv"))
     assert missing.exit_code == 2
-    assert "cannot be read" in missing.stderr
+    assert "no number and no file; give mishaps per device and hour" in missing.stderr
+
+
+def test_long_names_have_their_room_beside_the_bars() -> None:
+    short, long = (draw_bars("t", [(name, 1.0)]) for name in ("ours", "a system with quite a long name"))
+    (place,) = (part.x for part in long.parts if isinstance(part, Words) and part.text.startswith("a system"))
+    assert long.wide > short.wide
+    assert place > 6.0 * len("a system with quite a long name")

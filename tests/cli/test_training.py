@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from io import StringIO
 from pathlib import Path
 
@@ -84,6 +87,27 @@ def test_a_folder_with_steps_needs_resume(tmp_path: Path) -> None:
         pass
     with checkpoints.claimed(tmp_path / "mine", "run", resume=True) as folder:
         assert folder == tmp_path / "mine"
+
+
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from cleave_dask.cli import checkpoints
+from cleave_dask.runtime import store
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # root may write anywhere: become somebody else
+with checkpoints.claimed(Path(sys.argv[1]), "run", resume=True):
+    pass
+"""
+
+
+def test_a_run_that_cannot_be_saved_is_not_resumed() -> None:
+    with tempfile.TemporaryDirectory() as name:  # not below tmp_path, which only its owner may enter
+        save_step(Path(name), 7)
+        Path(name).chmod(0o555)
+        command = [sys.executable, "-c", READ_ONLY, name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"InputError: {name} is read-only, and what is trained could not be saved; make it" in done.stderr
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

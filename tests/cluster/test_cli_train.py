@@ -272,12 +272,12 @@ def test_a_save_that_fails_on_the_way_is_told_and_training_goes_on(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DASK_CLEAVE__CHECKPOINT__MAX_BYTES", "1 kB")
-    arguments = ("train", "small.toml", "--devices", "1", "--steps", "2", "--save-every", "1", "--json")
+    arguments = ("train", "small.toml", "--devices", "1", "--steps", "3", "--save-every", "2", "--json")
     code, output, errors = shell.run(*arguments)
     assert code == 1
-    assert [record["step"] for record in records(output)] == [1, 2]
+    assert [record["step"] for record in records(output)] == [1, 2, 3]
     told = [line for line in errors.splitlines() if "max_bytes is 1 kB; set it to at least" in line]
-    assert told[0].endswith("; training goes on, and step 2 is tried next")
-    assert "saving step 2" in told[1]
+    assert told[0].endswith("; training goes on, and step 3 is tried next")
+    assert "saving step 3" in told[1]
     assert "Traceback" not in errors
     assert shell.processes() == []

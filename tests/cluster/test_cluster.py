@@ -16,7 +16,7 @@ import dask
 import psutil
 import pytest
 import torch
-from distributed import Client
+from distributed import Client, LocalCluster
 
 from cleave_dask.errors import ClusterError
 from cleave_dask.fleet.devices import Fleet
@@ -85,6 +85,15 @@ def test_fifty_thousand_tiles_cost_the_client_little_and_leave_nothing_behind() 
         until_tasks(client, 50_002)
         future.cancel()
         until_tasks(client, 0)
+
+
+def test_a_scheduler_without_the_plugin_is_refused() -> None:
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=None) as stock,
+        Client(stock, set_as_default=False) as client,
+        pytest.raises(ClusterError, match="the scheduler does not know cleave; start it with `cleave serve` or"),
+    ):
+        inspect(client)
 
 
 def test_what_a_cluster_lacks_is_said() -> None:

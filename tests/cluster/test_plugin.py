@@ -53,7 +53,12 @@ def test_another_version_is_refused_and_an_exception_in_the_plugin_fails_the_ste
         steering: Any = dask_scheduler.plugins["cleave-steering"]
         steering.dispatcher.parcel_ready = broken
 
+    def settings(dask_scheduler: Scheduler) -> tuple[bool, object, bool]:
+        patient = dask_scheduler.allowed_failures > 1e9
+        return patient, dask_scheduler.no_workers_timeout, "stealing" in dask_scheduler.extensions
+
     with LocalFleet(1) as fleet, fleet.get_client() as client, trainer_of(client) as trainer:
+        assert client.run_on_scheduler(settings) == (True, None, False)
         with monkeypatch.context() as other:
             other.setattr(cluster, "__version__", "9.9")
             with pytest.raises(ClusterError, match=r"runs cleave-dask .*, this client 9\.9; install the same version"):

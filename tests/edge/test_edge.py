@@ -89,6 +89,12 @@ def test_steps_are_counted_after_the_first() -> None:
     assert (len(cold.losses), len(cold.seconds), cold.counted, cold.warm) == (1, 1, (100,), False)
 
 
+def test_a_long_first_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.edge.timing.LONG", 0.0)
+    seen = timed(lambda batch: 1.0, TINY, Effort(3, 1e6))
+    assert (len(seen.losses), len(seen.seconds), seen.warm) == (3, 3, False)
+
+
 def test_a_job_survives_its_way_to_the_process() -> None:
     job = Job("gpipe", ("gpipe/4",), TINY, Effort(3, 60.0), 1, 8, "10.64.0.1", 29500, "1.json", None)
     assert Job.of(json.dumps(asdict(job))) == job

@@ -147,6 +147,7 @@ def test_a_file_expands_counts_and_fills_in_defaults(tmp_path: Path) -> None:
         (DEVICE.replace('up = "1 MB/s"', ""), "'pi' has no 'up'; add it"),
         (DEVICE.replace('name = "pi"', ""), "number 1 has no 'name'"),
         (DEVICE.replace('"1 MB/s"', '"-1 MB/s"'), "'pi': down is '-1 MB/s'"),
+        (DEVICE.replace('"1 MB/s"', "1e-300"), "'pi': down is 1e-300; it must be from 1 to 1e\\+24 bytes/s"),
         (DEVICE.replace('"1 GB"', "0x" + "f" * 5000), "'pi': memory is <int too long to print>"),
         (DEVICE.replace('"1 GB"', "9" * 5000), "cannot be read"),
         (DEVICE.replace('"pi"', "1979-05-27"), "name is datetime.date"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,14 +31,15 @@ class Dispatching(RuleBasedStateMachine):
         self.paused: set[str] = set()
         self.works: dict[int, Work] = {}
         self.planned: dict[int, str | None] = {}
+        self.filler: dict[int, bool] = {}
         self.waiting: set[int] = set()
         self.flying: dict[int, str] = {}
         self.done: set[int] = set()
 
     def ready(self, parcel: int) -> None:
         """What the scheduler does with a parcel that is ready, for the first time or again."""
-        planned = self.planned[parcel]
-        device = self.dispatcher.parcel_ready(parcel, parcel % 5, planned, self.works[parcel], self.now)
+        planned, work, filler = self.planned[parcel], self.works[parcel], self.filler[parcel]
+        device = self.dispatcher.parcel_ready(parcel, parcel % 5, planned, work, self.now, filler=filler)
         if device is None:
             self.waiting.add(parcel)
             return
@@ -49,7 +52,9 @@ class Dispatching(RuleBasedStateMachine):
         assert parcel not in self.done
         self.waiting.discard(parcel)
         self.flying[parcel] = device
-        assert list(self.flying.values()).count(device) <= WINDOW
+        there = [other for other, holder in self.flying.items() if holder == device]
+        counted = there if self.filler[parcel] else [other for other in there if not self.filler[other]]
+        assert len(counted) <= WINDOW, "filler finds room beside everything, the rest beside what is no filler"
 
     @rule(device=st.sampled_from(NAMES), speed=st.sampled_from([1e8, 1e9, 1e10]))
     def join(self, device: str, speed: float) -> None:
@@ -77,10 +82,15 @@ class Dispatching(RuleBasedStateMachine):
     def hear(self, data: st.DataObject) -> None:
         self.dispatcher.device_heard(data.draw(st.sampled_from(sorted(self.present))), self.now)
 
-    @rule(target=parcels, planned=st.sampled_from([*NAMES, "nobody", None]), seconds=st.sampled_from([0.0, 1.0, 9.0]))
-    def arrive(self, planned: str | None, seconds: float) -> int:
+    @rule(
+        target=parcels,
+        planned=st.sampled_from([*NAMES, "nobody", None]),
+        seconds=st.sampled_from([0.0, 1.0, 9.0]),
+        filler=st.booleans(),
+    )
+    def arrive(self, planned: str | None, seconds: float, filler: bool) -> int:
         parcel = len(self.works)
-        self.works[parcel], self.planned[parcel] = Work(flops=1e9 * seconds), planned
+        self.works[parcel], self.planned[parcel], self.filler[parcel] = Work(flops=1e9 * seconds), planned, filler
         self.ready(parcel)
         return parcel
 
@@ -217,6 +227,16 @@ def test_a_parcel_that_everybody_was_late_with_is_not_left_lying() -> None:
             dispatcher.device_heard(device, now + 1.0)
         assert [parcel for parcel, _ in dispatcher.settle(now + 1.0)] == ["p"]
     assert had[:2] == ["one", "other"]
+
+
+def test_of_idle_devices_the_one_that_would_finish_first_gets_a_late_parcel() -> None:
+    dispatcher = joined("stopped", "slow", "quick", "slower")
+    for device, flops in (("slow", 0.5e9), ("quick", 2e9), ("slower", 0.2e9)):
+        dispatcher.device_joined(device, replace(FIGURES, flops=flops), 0.0)
+    assert dispatcher.parcel_ready("p", 0, "stopped", SECOND, 0.0) == "stopped"
+    assert [handover.parcel for handover in dispatcher.tick(100.0)] == ["p"]
+    assert dispatcher.parcel_ready("p", 0, "stopped", SECOND, 100.0) is None
+    assert dispatcher.settle(100.0) == [("p", "quick")]
 
 
 def test_the_last_device_is_waited_for() -> None:

@@ -15,7 +15,7 @@ from cleave_dask.planning.cost import BYTE_SECONDS, CONFIRMED, LEVEL_SECONDS, ME
 from cleave_dask.planning.layout import lay_out
 from cleave_dask.planning.overhead import InStep
 from cleave_dask.planning.planner import plan
-from cleave_dask.planning.tiling import tile_gemm
+from cleave_dask.planning.tiling import Grain, tile_gemm
 from cleave_dask.simulation.simulator import simulate
 from tests.strategies import fleets, graph_of, make_gemm
 
@@ -93,3 +93,29 @@ def test_a_step_with_filler_takes_on_the_simulator_what_is_planned(count: int) -
     ]
     made = plan(graph_of(*chain, *weights), edge(count))
     assert 0.9 <= simulate(made).seconds / made.seconds <= 1.1
+
+
+@pytest.mark.parametrize("filler", [False, True])
+def test_a_server_of_one_process_gets_fewer_tiles_for_each_of_many_devices(filler: bool) -> None:
+    """It turns to one tile of every device in turn: what is no concern with 8 devices is one with 64."""
+    shape = Shape.of(make_gemm(4096, 4096, 4096))
+
+    def tiles(count: int, processes: int | None) -> int:
+        rates = Rates.of(edge(count))
+        made = tile_gemm(shape, rates, Server(processes=processes), spare=rates if filler else None)
+        return len(made.owner)
+
+    few, many = tiles(8, 1), tiles(64, 1)
+    assert few <= tiles(8, None)
+    assert many < tiles(64, 64) <= tiles(64, None)
+    assert many / 64 < few / 8
+
+
+def test_a_tile_is_worth_its_turn_of_the_server() -> None:
+    turn = 128 * TILE_SECONDS
+    one, two, many, unknown = (Grain.of(128, Server(processes=processes)) for processes in (1, 2, 128, None))
+    assert (one.shortest, one.price) == pytest.approx((turn / 2, turn / 4))
+    assert (two.shortest, two.price) == pytest.approx((turn / 4, turn / 8))
+    assert many == Grain.of(8, Server(processes=1))
+    assert (unknown.shortest, unknown.price) < (many.shortest, many.price) < (two.shortest, two.price)
+    assert Grain.of(128, Server(processes=1), filler=True).shortest == pytest.approx(turn)

@@ -52,3 +52,9 @@ def test_who_could_begin_later_is_behind_who_could_not() -> None:
     cost = Cells(np.array([0.4, 0.45]), np.array([0.0, 0.0]), np.array([np.inf, np.inf]))
     order, cells = queued(np.array([1.0, 0.96]), cost, SLOT)  # 2.375 and 2.02 cells at once
     assert (order.tolist(), cells.tolist()) == ([1, 0], [2, 2])
+
+
+def test_devices_that_take_years_need_no_list_of_all_their_slots() -> None:
+    cost = Cells(np.array([1e7, 2e7]), np.array([1e6, 1e6]), np.array([9.0, 9.0]))
+    order, cells = queued(np.array([1e8, 1e8]), cost, 1e-9)
+    assert sorted(zip(order.tolist(), cells.tolist(), strict=True)) == [(0, 9), (1, 4)]

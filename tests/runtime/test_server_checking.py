@@ -145,6 +145,4 @@ def test_a_slice_is_read_once_for_all_tiles_along_it() -> None:
     before = sum(reads.values())
     with ThreadPoolExecutor(4) as pool:  # of tiles that come together, one computes what they share
         assert all(pool.map(checker.right, range(1, 5), made[1:5]))
-    assert sum(reads.values()) - before == 4, (
-        "each looks at its own rows of A and multiplies nothing but its own numbers"
-    )
+    assert sum(reads.values()) == before, "each multiplies nothing but its own numbers"

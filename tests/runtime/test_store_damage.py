@@ -57,7 +57,7 @@ def test_the_remedy_is_a_step_that_was_checked(saved: TileStore) -> None:
     with pytest.raises(CheckpointError, match=r"0 bytes instead of .* resume is from step 1, which is whole"):
         saved.load()
     (saved.folder / next(file for file in files(saved, 1) if "/c." in file)).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no other step is whole"):
+    with pytest.raises(CheckpointError, match="no other step is whole: put back a copy"):
         saved.load()
 
 

@@ -96,7 +96,7 @@ async def stream(files: Files, address: str, name: str, *messages: Any) -> str:
 
 def registration(name: str, **changed: Any) -> dict[str, Any]:
     """What a stock worker with our preload says when it joins; it is paused, and gets no tiles."""
-    facts = {"role": "device", "version": "0", "kernel": "numpy", "memory": 1000, "cores": 1, "flops": 1.0}
+    facts = {"role": "device", "version": "0", "kernel": "numpy", "memory": 10**9, "cores": 1, "flops": 1e9}
     metrics = {"bandwidth": {"total": 1, "workers": {}, "types": {}}, "digests_total_since_heartbeat": {}, "memory": 1}
     message = {
         "op": "register-worker",
@@ -142,14 +142,15 @@ async def silent(address: str) -> bool:
         writer.close()
 
 
-async def mute(files: Files, address: str, *, dripping: bool = False) -> bool:
-    """Shake hands over TLS and send no greeting, or a byte of it now and then: whether the other side ends it."""
+async def mute(files: Files, address: str, *, first: bytes = b"", dripping: bytes = b"") -> bool:
+    """Shake hands over TLS and say no more, or a byte now and then: whether the other side ends it."""
     host, port = address.rpartition("/")[2].rsplit(":", 1)
     context = security(files).get_connection_args("worker")["ssl_context"]
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
 
     async def drip() -> None:
-        for byte in lengths(1 << 19):
+        writer.write(first)
+        for byte in dripping:
             writer.write(bytes([byte]))
             await asyncio.sleep(1)
 
@@ -185,7 +186,23 @@ async def flood(files: Files, address: str, count: int, other: Files) -> tuple[i
 
 def slow(files: Files, address: str) -> list[Coroutine[Any, Any, bool]]:
     """Connections that are opened and hardly used: whether the other side ends each."""
-    return [silent(address), mute(files, address), mute(files, address, dripping=True)]
+    return [silent(address), mute(files, address), mute(files, address, dripping=lengths(1 << 19))]
+
+
+def slow_requests(files: Files, url: str) -> list[Coroutine[Any, Any, bool]]:
+    """The same where devices enrol; also requests whose head, whose body or whose chunks hardly come."""
+    head, trickle = b"POST /join HTTP/1.1\r\nHost: x\r\n", b"X" * int(2 * PATIENCE)
+    heads = (b"X-A: ", b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n999\r\n")
+    return [*slow(files, url), *(mute(files, url, first=head + more, dripping=trickle) for more in heads)]
+
+
+@asynccontextmanager
+async def unread(files: Files, address: str, message: Any, count: int) -> AsyncIterator[None]:
+    """Ask for the same so many times over one connection, and read none of the answers."""
+    async with connected(files, address) as comm:
+        for _ in range(count):
+            await comm.write(message)
+        yield
 
 
 async def drip(files: Files, address: str) -> float:

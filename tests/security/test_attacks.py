@@ -22,10 +22,11 @@ from distributed.protocol import dumps, loads, pickle, serialize
 from distributed.protocol.serialize import Pickled, Serialized, ToPickle, to_serialize
 
 from cleave_dask.planning.planner import plan
-from cleave_dask.runtime.certificates import Authority
+from cleave_dask.runtime.certificates import Authority, serial_of
 from cleave_dask.runtime.cluster import inspect
 from cleave_dask.runtime.credentials import Files, write_private
 from cleave_dask.runtime.guarding import CONNECTIONS
+from cleave_dask.runtime.tokens import Member
 from cleave_dask.runtime.trainer import Trainer
 from tests import models
 from tests.security import attackers
@@ -78,14 +79,26 @@ def test_the_scheduler_runs_nothing_and_obeys_no_device(
 ) -> None:
     address, honest = cluster.scheduler_address, devices_of(client)["honest"]["address"]
     heartbeat = {"op": "heartbeat_worker", "address": honest, "now": 0.0, "executing": {}, "extensions": {}}
+    heartbeat["metrics"] = registration("mallory")["metrics"]
     refused = {
         "code": {"op": "run_function", "function": exploit.pickled, "args": (), "kwargs": {}},
         "pickled code": {"op": "run_function", "function": ToPickle(exploit)},
         "a plugin": {"op": "register_scheduler_plugin", "plugin": exploit.pickled, "name": "x"},
         "to end it": {"op": "terminate"},
         "all clients": {"op": "register-client", "client": "x", "versions": {}},
-        "another's heart": {**heartbeat, "metrics": registration("mallory")["metrics"]},
+        "another's heart": heartbeat,
         "another's end": {"op": "unregister", "address": honest, "stimulus_id": "x"},
+        "another's heart, by its name": {**heartbeat, "address": "honest"},
+        "another's end, by its name": {"op": "unregister", "address": "honest", "stimulus_id": "x"},
+        "another's end, by its host": {
+            "op": "unregister",
+            "address": honest.replace("127.0.0.1", "localhost"),
+            "stimulus_id": "x",
+        },
+        "the server's end": {"op": "unregister", "address": "cleave-server", "stimulus_id": "x"},
+        "a host's name, which takes long to resolve": registration("mallory", address="tls://slow.example:1"),
+        "figures that no plan survives": registration("mallory", extra=_figures(flops=1e-300)),
+        "room for no tile at all": registration("mallory", extra=_figures(memory=1)),
         "another's figures": {"op": "cleave_measured", "worker": honest, "figures": {"flops": 1e30}},
         "another's address": registration("mallory", address=honest),
         "to be the server": registration("mallory", extra={"cleave": {"role": "server", "version": "0"}}),
@@ -107,13 +120,15 @@ def test_the_scheduler_runs_nothing_and_obeys_no_device(
     )
 
     async def attack() -> dict[str, Any]:
-        slow = asyncio.gather(*attackers.slow(mallory, address), *attackers.slow(mallory, cluster.url))
+        slow = asyncio.gather(*attackers.slow(mallory, address), *attackers.slow_requests(mallory, cluster.url))
         answers = {name: await call(mallory, address, message) for name, message in refused.items()}
         answers |= {name: await stream(mallory, address, "mallory", message) for name, message in streamed.items()}
         answers["another name"] = (await call(mallory, address, registration("honest")))["status"]
         answers["metrics"] = (
             await call(mallory, address, registration("mallory", metrics={"memory": ToPickle(exploit)}))
         )["status"]
+        strange = {"packages": {"dask": {"x": 1}}}  # which Dask would compare for every client that connects
+        answers["versions"] = (await call(mallory, address, registration("mallory", versions=strange)))["status"]
         answers["10 GB"] = await send_raw(mallory, address, lengths(10_000_000_000))
         answers["many frames"] = await send_raw(mallory, address, lengths(*([8] * 5000)))
         answers["slow"] = await slow
@@ -124,8 +139,8 @@ def test_the_scheduler_runs_nothing_and_obeys_no_device(
     answers = asyncio.run(attack())
     closed = {name for name, answer in answers.items() if answer == "closed"}
     assert closed == {*refused, *streamed, "10 GB", "many frames"}
-    assert (answers["another name"], answers["metrics"]) == ("OK", "OK")
-    assert answers["slow"] == [True] * 6, "where devices enrol, too"
+    assert (answers["another name"], answers["metrics"], answers["versions"]) == ("OK", "OK", "OK")
+    assert answers["slow"] == [True] * 9, "where devices enrol, too"
     scheduler: Any = client.scheduler
     before = client.sync(scheduler.cleave_refused)
     assert before >= len(closed)
@@ -135,6 +150,51 @@ def test_the_scheduler_runs_nothing_and_obeys_no_device(
     until(lambda: set(devices_of(client)) == {"honest"}, "mallory is gone")
     assert devices_of(client)["honest"]["running"]
     assert train(client)[0] == clean
+
+
+def _figures(**changed: float) -> dict[str, Any]:
+    return {"cleave": {**registration("mallory")["extra"]["cleave"], **changed}}
+
+
+def test_a_device_with_the_name_of_the_server_takes_nothing_of_it(
+    cluster: SecuredCluster, client: Client, tmp_path: Path
+) -> None:
+    """Nobody enrols under such a name; this certificate was signed all the same."""
+    now = datetime.now(UTC)
+    files = Files(cluster.keys.files("client").authority, tmp_path / "x.pem", tmp_path / "x.key")
+    authority = Authority((cluster.keys.path / "ca.pem").read_bytes(), (cluster.keys.path / "ca.key").read_bytes())
+    certificate, key = authority.issue("device", "cleave-server", now, 1)
+    write_private(files.certificate, certificate)
+    write_private(files.key, key)
+    member = Member("cleave-server", serial_of(certificate), "0" * 8, 0.0, now.timestamp() + 1000)
+    cluster.keys.change(lambda register: register.admit(member))
+    server, address = inspect(client).server, cluster.scheduler_address
+    answer = asyncio.run(call(files, address, registration("cleave-server")))
+    assert answer == "closed" or answer["status"] != "OK"
+    leaving = {"op": "unregister", "address": server, "stimulus_id": "x"}
+    assert asyncio.run(call(files, address, leaving)) == "closed"
+    assert inspect(client).server == server
+
+
+def test_answers_that_a_device_does_not_read_do_not_pile_up(client: Client, mallory: Files) -> None:
+    server, probe = inspect(client).server, {"op": "cleave_probe_down", "nbytes": 16 << 20}
+
+    def waiting(dask_worker: Any) -> int:
+        streams = (comm.stream for comm in dask_worker._comms)
+        return max((len(stream._write_buffer) for stream in streams if stream is not None), default=0)
+
+    def look() -> int:
+        most: int = client.run(waiting, workers=[server])[server]
+        return most
+
+    async def attack() -> int:
+        async with attackers.unread(mallory, server, probe, 1000):
+            await asyncio.to_thread(until, lambda: look() > 0, "an answer waits")
+            for _ in range(200):  # the server has time for all of them
+                assert isinstance(await call(mallory, server, {"op": "cleave_clock"}), float)
+            return await asyncio.to_thread(look)
+
+    assert asyncio.run(attack()) < 17 << 20
 
 
 def bomb() -> Serialized:

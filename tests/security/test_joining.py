@@ -39,6 +39,10 @@ def test_expired_revoked_and_foreign_tokens_get_no_certificate(cluster: SecuredC
     for token, why in ((expired, "expired"), (revoked, "was revoked"), (foreign, "nothing was told to it")):
         with pytest.raises(AccessError, match=why):
             enrol(cluster.url, token, "late", folder)
+    for name in ("cleave-server", "scheduler", "client"):  # the first may be enrolled by force: test_attacks does it
+        forced = any(member.name == name for member in cluster.keys.register().members)
+        with pytest.raises(AccessError, match="has joined before" if forced else "what the cluster calls itself"):
+            enrol(cluster.url, cluster.token(), name, folder)
     assert not folder.path.exists()
     with pytest.raises(ClusterError, match="no cluster answers"):
         enrol("https://127.0.0.1:9", cluster.token(), "late", folder)

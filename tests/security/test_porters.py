@@ -56,15 +56,22 @@ def test_porters_change_no_bit(cluster: SecuredCluster, client: Client) -> None:
             assert porters_of(client) == addresses
             losses, records = train(client)
             found.append((losses, [record["tiles"] for record in records]))
-            busy.append(any(_talks(pid) for pid in cluster.porter_pids))
+            busy.append(any(_talks(pid, "honest") for pid in cluster.porter_pids))
     finally:
         client.sync(scheduler.cleave_porters, server=server, addresses=everyone)
     assert found[0] == found[1] == found[2]
     assert busy == [True, True, False], "whether devices are connected to porters"
 
 
-def _talks(pid: int) -> bool:
-    return any(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process(pid).net_connections("inet"))
+def _talks(pid: int, name: str) -> bool:
+    """Whether a device that was started here is connected to a process; attackers of other tests may be as well."""
+    (device,) = [each for each in psutil.Process().children() if ["--name", name] == each.cmdline()[5:7]]
+    own = {each.laddr for each in _connections(device)}
+    return any(each.raddr in own for each in _connections(psutil.Process(pid)))
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    return [each for each in process.net_connections("inet") if each.status == psutil.CONN_ESTABLISHED]
 
 
 def test_a_killed_porter_costs_its_transfers(cluster: SecuredCluster, client: Client) -> None:

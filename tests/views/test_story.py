@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cleave_dask.views.curves import MOST_BARS, TILE_COLUMNS, LossCurve, Timeline
+from cleave_dask.views.curves import MOST_BARS, TILE_COLUMNS, LossCurve, Timeline, legible
 from cleave_dask.views.layout import SLOWEST, TROUBLED, Page, choices, chosen
 from cleave_dask.views.panels import Devices, Events, Headline
 from cleave_dask.views.story import MOST_TILES, Story
@@ -56,6 +56,24 @@ def run(devices: list[str], *, name: str = "a", steps: tuple[int, ...] = (1,), *
 
 def present(*devices: str, **more: Any) -> dict[str, Any]:
     return {"devices": {name: {"running": True, **more} for name in devices}}
+
+
+def test_before_a_plan_nobody_has_come_too_late_for_it() -> None:
+    story = Story()
+    story.take(present("d-1"))
+    assert story.devices()["why"] == ["nothing is planned yet"]
+    story.take({**present("d-1", "d-2"), "run": run(["d-1"])})
+    assert story.devices()["why"] == ["its compute binds", "joined after the plan was made"]
+
+
+def test_labels_of_short_steps_do_not_cover_each_other() -> None:
+    assert legible([1.0, 1.5, 8.1, 20.0, 99.0], 100.0) == [True, False, True, True, True]
+    story, timeline = Story(), Timeline(follow=False)
+    quick = [record(1), *(record(step) | {"ended": 101.0 + step / 100} for step in range(2, 30))]
+    story.take({**present("d"), "run": run(["d"], records=quick, **tiles(["d"] * 50))})
+    timeline.show(story)
+    assert [text for text in timeline.steps.data["text"] if text] == ["step 2"]
+    assert len(timeline.steps.data["x"]) == len(quick)
 
 
 def test_a_device_that_left_stays_in_the_table() -> None:
