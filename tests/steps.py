@@ -17,6 +17,7 @@ from cleave_dask.planning.planner import plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.kernels import load_kernel
 from cleave_dask.runtime.lowering import lower
+from cleave_dask.runtime.multiplying import multiplied
 from cleave_dask.runtime.server_gathering import Attempt
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
@@ -101,7 +102,7 @@ class Local:
         for _, step, job, operand, first, second in slice_names(spec):
             parts, axis = self.training.slice(step, job, operand, (first, second))
             operands.append(np.concatenate(parts, axis=axis))
-        results = KERNEL.run(spec.kind, operands, dtype=spec.dtype, causal=spec.causal, scale=spec.scale)
+        results = multiplied(KERNEL, spec, operands)
         self.training.accept(spec.step, spec.job, spec.tile, list(results), Attempt("here", 0.0, 0.0))
 
     def save(self, folder: Path, limits: Limits = LIMITS) -> None:

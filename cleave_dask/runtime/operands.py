@@ -2,7 +2,7 @@
 
 A slice of a gemm's operand has one range along k and one along its rows or columns. Tiles of a device share k and
 overlap in the other: a tile fetches only the part that is neither here nor on its way, and puts its operand together
-from the pieces. Whatever the pieces were, the operand is one contiguous array, so its product is the same bit for bit.
+from the pieces; whatever they were, it is multiplied as one contiguous array, so its product is the same bit for bit.
 Slices of an attention are fetched whole.
 """
 
@@ -71,7 +71,7 @@ class Piece:
 def assembled(pieces: Sequence[Piece]) -> Array:
     """An operand from its pieces, in order."""
     arrays = [piece.array for piece in pieces]
-    return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=pieces[0].axis))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=pieces[0].axis)
 
 
 @dataclass

@@ -27,6 +27,9 @@ from tests import models
 from tests.security.clusters import SecuredCluster, porters_of
 from tests.waiting import until
 
+PIPELINES = 2
+"""Connections of a device that works: one to pull, one to push."""
+
 CUT = partial(plan, min_flops=0, grid=(2, 2, 2))
 
 
@@ -49,25 +52,27 @@ def test_porters_change_no_bit(cluster: SecuredCluster, client: Client) -> None:
     scheduler: Any = client.scheduler
     server, everyone = inspect(client).server, porters_of(client)
     assert len(everyone) == 2
-    found, busy = [], []
+    found, porters, direct = [], [], []
     try:
         for addresses in (everyone, everyone[1:], []):
             client.sync(scheduler.cleave_porters, server=server, addresses=addresses)
             assert porters_of(client) == addresses
             losses, records = train(client)
             found.append((losses, [record["tiles"] for record in records]))
-            busy.append(any(_talks(pid, "honest") for pid in cluster.porter_pids))
+            porters.append(sum(_talking(pid, "honest") for pid in cluster.porter_pids))
+            direct.append(_talking(cluster.server_pid, "honest"))
     finally:
         client.sync(scheduler.cleave_porters, server=server, addresses=everyone)
     assert found[0] == found[1] == found[2]
-    assert busy == [True, True, False], "whether devices are connected to porters"
+    assert min(porters[:2]) >= PIPELINES, "with porters it pulls and pushes there"
+    assert direct[2] >= direct[1] + PIPELINES, "without, at the server; some of its connections to porters stay, unused"
 
 
-def _talks(pid: int, name: str) -> bool:
-    """Whether a device that was started here is connected to a process; attackers of other tests may be as well."""
+def _talking(pid: int, name: str) -> int:
+    """Connections of a device that was started here to a process; attackers of other tests may have some too."""
     (device,) = [each for each in psutil.Process().children() if ["--name", name] == each.cmdline()[5:7]]
     own = {each.laddr for each in _connections(device)}
-    return any(each.raddr in own for each in _connections(psutil.Process(pid)))
+    return sum(each.raddr in own for each in _connections(psutil.Process(pid)))
 
 
 def _connections(process: psutil.Process) -> list[Any]:
