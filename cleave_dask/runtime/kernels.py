@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from statistics import median
 from time import perf_counter
@@ -135,6 +136,24 @@ def use_threads(count: int) -> None:
     pools = _thread_pools(count)
     if pools is not None:
         pools.limit(limits=count)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let products use this many threads, in the whole process, and as many as before afterwards.
+
+    Products that are shared out among other numbers of threads differ in their last bits.
+    """
+    torch, pools = sys.modules.get("torch"), _thread_pools(count)
+    before = torch.get_num_threads() if torch is not None else count
+    with nullcontext() if pools is None else pools.limit(limits=count):
+        if torch is not None:
+            torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            if torch is not None:
+                torch.set_num_threads(before)
 
 
 def calm_products() -> None:

@@ -89,7 +89,7 @@ class SteeringPlugin(SchedulerPlugin):
         self.spread = Spread()  # of devices over the server's addresses
         self._granted: dict[Key, WorkerState] = {}
         self._sent: set[Key] = set()  # parcels that some device has had
-        self._mending: dict[Key, str] = {}  # parcels that the server makes, and the kernel of the device that was lost
+        self._mending: dict[Key, tuple[str, int]] = {}  # what the server makes; kernel and cores of who was lost
         self._pumping = False
         self._stock_message = scheduler._task_to_msg
         for method, ours in zip(_TAKEN_OVER, (lambda ts: False, self.decide, self.message), strict=True):
@@ -176,7 +176,7 @@ class SteeringPlugin(SchedulerPlugin):
         if isinstance(spec, OrderedTask):
             message.update(who_has={}, nbytes={}, run_spec=ToPickle(spec.shipped()))
             if ts.key in self._mending and ts.processing_on is self._server:
-                message["run_spec"] = ToPickle(Task(ts.key, mend_parcel, spec.args[0], self._mending[ts.key]))
+                message["run_spec"] = ToPickle(Task(ts.key, mend_parcel, spec.args[0], *self._mending[ts.key]))
             elif spec.place == "device":
                 assert ts.processing_on is not None
                 server = self.spread.of(str(ts.processing_on.name))
@@ -308,12 +308,13 @@ class SteeringPlugin(SchedulerPlugin):
 
     def _lost(self, key: Key, device: str, seconds: float) -> None:
         """A device is gone that was to take `seconds` for a parcel: the server makes it, if it soon has it done."""
-        spec, kernel = self.scheduler.tasks[key].run_spec, self._devices[device].extra["cleave"].get("kernel")
-        if self._server is None or kernel not in MENDED or not isinstance(spec, OrderedTask):
+        spec, facts = self.scheduler.tasks[key].run_spec, self._devices[device].extra["cleave"]
+        if self._server is None or facts.get("kernel") not in MENDED or not isinstance(spec, OrderedTask):
             return
-        if mends(spec.work, seconds, self._server.extra["cleave"]["flops"]):
+        here, cores = self._server.extra["cleave"], int(facts.get("cores", 1))
+        if cores <= here["cores"] and mends(spec.work, seconds, here["flops"]):
             self.dispatcher.parcel_forgotten(key)
-            self._mending[key] = kernel
+            self._mending[key] = facts["kernel"], cores
 
     def _secure(self, key: Key) -> None:
         """A tile that the server has accepted is the server's: its device may leave, and nothing is computed again.

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from dask.system import CPU_COUNT
 from distributed import Worker
 from distributed.comm import Comm
 from distributed.protocol import to_serialize
@@ -30,7 +31,7 @@ from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.trust import Trust
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.admission import ServerAdmission
-from cleave_dask.runtime.kernels import Kernel, calm_products, load_kernel, measure_flops
+from cleave_dask.runtime.kernels import Kernel, calm_products, load_kernel, measure_flops, threads
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
 from cleave_dask.runtime.porters import Porters
@@ -219,9 +220,10 @@ class ServerRuntime:
         """The end of a step."""
         return self._training(run).finish(step)
 
-    def mend(self, parcel: ParcelSpec, kernel: str) -> int:
-        """What a lost device had not delivered of a parcel, made here; how many tiles."""
-        return mend(self._run(parcel.run), parcel, self._kernel(kernel))
+    def mend(self, parcel: ParcelSpec, kernel: str, cores: int) -> int:
+        """What a lost device had not delivered of a parcel, made here as by so many cores; how many tiles."""
+        with threads(cores):
+            return mend(self._run(parcel.run), parcel, self._kernel(kernel))
 
     def read_block(self, run: str, step: int, job: int, rows: Range, cols: Range) -> Array:
         """One block of a gathered gemm."""
@@ -334,6 +336,7 @@ async def dask_setup(worker: Worker) -> None:
         "role": "server",
         "version": __version__,
         "flops": flops,
+        "cores": CPU_COUNT,
         "porters": [] if runtime.porters is None else runtime.porters.addresses,
     }
 

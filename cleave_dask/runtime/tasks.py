@@ -108,9 +108,9 @@ def finish_step(run: str, step: int) -> dict[str, Any]:
     return record
 
 
-def mend_parcel(parcel: ParcelSpec, kernel: str) -> int:
+def mend_parcel(parcel: ParcelSpec, kernel: str, cores: int) -> int:
     """Server task: what a lost device had not delivered of a parcel, by the kernel that it had; how many tiles."""
-    made: int = _server().mend(parcel, kernel)
+    made: int = _server().mend(parcel, kernel, cores)
     return made
 
 

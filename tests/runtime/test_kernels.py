@@ -20,7 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cleave_dask.errors import InputError
 from cleave_dask.runtime import kernels_xp
-from cleave_dask.runtime.kernels import Kernel, _cuda_works, calm_products, load_kernel, measure_flops, use_threads
+from cleave_dask.runtime.kernels import (
+    Kernel,
+    _cuda_works,
+    calm_products,
+    load_kernel,
+    measure_flops,
+    threads,
+    use_threads,
+)
 from cleave_dask.runtime.kernels_xp import ArrayKernel
 from cleave_dask.runtime.wire import narrow, to_wire, widen
 from cleave_dask.runtime.wire_torch import from_wire
@@ -348,6 +356,29 @@ def test_calm_products_leave_torch_its_threads() -> None:
     pools = import_module("threadpoolctl").threadpool_info()
     assert {pool["num_threads"] for pool in pools if pool["internal_api"] == "openblas"} == {1}
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("_threads")
+def test_threads_for_a_while_make_what_a_device_with_as_many_makes() -> None:
+    """A server of one thread makes tiles of lost devices that had two."""
+    rng, kernel = np.random.default_rng(0), load_kernel("numpy")
+    operands = [
+        (rng.standard_normal((m, k), dtype=np.float32), rng.standard_normal((k, n), dtype=np.float32))
+        for m, n, k in rng.integers(8, 700, (40, 3))
+    ]
+
+    def products() -> list[bytes]:
+        return [kernel.run("gemm", pair, dtype="float32")[0].tobytes() for pair in operands]
+
+    use_threads(2)
+    expected = products()
+    use_threads(1)
+    alone = products()
+    with threads(2):
+        assert torch.get_num_threads() == 2
+        assert products() == expected
+    assert torch.get_num_threads() == 1
+    assert products() == alone
 
 
 def test_at_least_one_thread() -> None:
