@@ -85,7 +85,7 @@ def run(count: int, seed: int = 0) -> list[dict[str, Any]]:
     with np.errstate(all="ignore"):
         for dtype in DTYPES:
             for kind in LIES:
-                rows.append({"tiles": kind, "dtype": dtype, **_wrong(kind, dtype, count // (2 * len(LIES)), seed)})
+                rows.append({"tiles": kind, "dtype": dtype, **_wrong(kind, dtype, -(-count // (2 * len(LIES))), seed)})
             for kind in OPERANDS:
                 found = _honest(kind, dtype, -(-count // (2 * len(OPERANDS))), seed)
                 rows.append({"tiles": f"honest, {kind}", "dtype": dtype, **found})

@@ -176,7 +176,11 @@ class Fleet:
             raise FleetError("this client is asynchronous; ask with Client(address, asynchronous=False), in a thread")
         workers: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
         facts = {str(worker["name"]): worker.get("cleave") or {} for worker in workers.values()}
-        return cls.from_workers({name: fact for name, fact in facts.items() if fact.get("role") == "device"})
+        processes = 1 + max(
+            (len(fact.get("porters", ())) for fact in facts.values() if fact.get("role") == "server"), default=0
+        )
+        devices = {name: fact for name, fact in facts.items() if fact.get("role") == "device"}
+        return cls.from_workers(devices, server=Server(processes=processes))
 
     def device(self, name: str) -> Device:
         """The device of that name."""

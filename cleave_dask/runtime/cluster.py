@@ -13,16 +13,23 @@ from distributed.comm import CommClosedError
 from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import ClusterError, InputError
+from cleave_dask.fleet.devices import Fleet, Server
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that can train: the server's address and the devices with what they told of themselves."""
+    """A cluster that can train: the server's address and processes, the devices with what they told of themselves."""
 
     server: str
     devices: dict[str, dict[str, Any]]
+    processes: int = 1  # of the server
+
+    @property
+    def fleet(self) -> Fleet:
+        """The devices as they described themselves, and their server."""
+        return Fleet.from_workers(self.devices, server=Server(processes=self.processes))
 
 
 def inspect(client: Client) -> Cluster:
@@ -46,7 +53,7 @@ def inspect(client: Client) -> Cluster:
         raise ClusterError(_no_devices(sorted(facts["stranger"]), how_to_join(client)))
     (server,) = servers.values()
     _check_version("server", server)
-    return Cluster(server["address"], facts["device"])
+    return Cluster(server["address"], facts["device"], 1 + len(server.get("porters", ())))
 
 
 def _check_version(role: str, facts: dict[str, Any]) -> None:

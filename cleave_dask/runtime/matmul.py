@@ -13,7 +13,6 @@ from dask.typing import Key
 from distributed import Client, get_client
 
 from cleave_dask.errors import ClusterError, InputError
-from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.ir import Gemm, Operand, StepGraph, Value
 from cleave_dask.planning.planner import Grid, plan
 from cleave_dask.planning.values import Tiles
@@ -41,7 +40,7 @@ def matmul(a: da.Array, b: da.Array, *, client: Client | None = None, grid: Grid
         raise InputError("an array has blocks of unknown size; call .compute_chunk_sizes() on it first")
     gemm = _gemm(a, b, dtype.name)
     step = StepGraph("product", (), (gemm,), loss="", grads=(), buffers=(), batch="")
-    fleet = Fleet.from_workers(inspect(client or _client()).devices)
+    fleet = inspect(client or _client()).fleet
     tiles = plan(step, fleet, min_flops=0, tiling="even", grid=grid).by_gemm[gemm.name]
     return _array(a, b, gemm, tiles, f"{tokenize(a, b, tiles):.12}")
 

@@ -297,7 +297,7 @@ class Trainer:
         seen = {
             name: figures for name, figures in known.items() if self._cluster.devices.get(name, {}).get("calibrate")
         }
-        return corrected(Fleet.from_workers(self._cluster.devices), seen)
+        return corrected(self._cluster.fleet, seen)
 
     def _load(self) -> None:
         """Hand the program to the server."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 from distributed import Client
 
+from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import inspect
 from cleave_dask.runtime.conversations import WithServer
@@ -52,6 +53,7 @@ def test_porters_change_no_bit(cluster: SecuredCluster, client: Client) -> None:
     scheduler: Any = client.scheduler
     server, everyone = inspect(client).server, porters_of(client)
     assert len(everyone) == 2
+    assert inspect(client).fleet.server.processes == Fleet.from_cluster(client).server.processes == 3
     found, porters, direct = [], [], []
     try:
         for addresses in (everyone, everyone[1:], []):
