@@ -216,7 +216,6 @@ class Gathering:
         with self._lock:
             if number in self.accepted:
                 return False
-            self.accepted.add(number)
             self._early[number] = tensors
             ready = [number] if self._waiting[number] == 0 else []
             while ready:
@@ -226,6 +225,7 @@ class Gathering:
                     self._waiting[follower] -= 1
                     if self._waiting[follower] == 0 and follower in self._early:
                         ready.append(follower)
+            self.accepted.add(number)  # not before its numbers are in: whoever sees it here may end the job
             return True
 
     def _is_right(self, right: Check, number: int, arrays: Sequence[Array]) -> bool:

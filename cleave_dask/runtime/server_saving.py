@@ -46,12 +46,13 @@ def save_training(training: Training, folder: str, limits: Limits, events: Seque
 
 def _save(training: Training, folder: str, limits: Limits, events: Sequence[Event]) -> dict[str, Any]:
     arrays, optimizer = state_arrays(training.optimizer, training.lr_schedule, _names(training))
-    arrays = {**arrays, **{_WEIGHTS + name: to_stored(tensor) for name, tensor in training.weights.items()}}
+    random_state, weights = training.settled()
+    arrays = {**arrays, **{_WEIGHTS + name: to_stored(tensor) for name, tensor in weights.items()}}
     document = {
         "step": training.updates,
         "version": __version__,
         "optimizer": optimizer,
-        "random_state": training.random_state.hex(),
+        "random_state": random_state.hex(),
     }
     store, state = _store(training, folder, limits), State(arrays, document)
     try:

@@ -39,6 +39,10 @@ class Settings:
     accumulate: int = 1  # micro-batches whose gradients are averaged into one update
 
 
+_OVER = -1
+"""The step in flight, between two steps."""
+
+
 class Training:
     """Weights, buffers and optimizer of one model, and the program that trains it."""
 
@@ -53,7 +57,7 @@ class Training:
         self.lr_schedule: torch.optim.lr_scheduler.LRScheduler | None = None
         self.lowered: Lowered | None = None
         self.updates = 0  # optimizer updates done
-        self.step = -1  # the step in flight: one pass over one micro-batch
+        self.step = _OVER  # the step in flight: one pass over one micro-batch
         self.values: dict[str, Any] = {}
         self.counters = Counters()
         self.trace = Recorder()
@@ -113,7 +117,7 @@ class Training:
     def begin(self, step: int, batch: Mapping[str, torch.Tensor], *, first: bool = True) -> None:
         """Start a step on a batch, the first of an update or another; what an unfinished one left behind is dropped."""
         assert self.lowered is not None
-        self.step = step
+        self.step = _OVER
         if first:
             if self._losses:
                 self._rewind()
@@ -127,6 +131,7 @@ class Training:
         self._readers = dict(self.lowered.schedule.readers)
         sources = {"param": self.weights, "buffer": self.weights, "batch": batch, "constant": self._constants}
         self.values = {item.value.name: sources[item.kind][item.source] for item in self.graph.inputs}
+        self.step = step
 
     def read(self, name: str) -> torch.Tensor:
         """A value of the step in flight."""
@@ -280,7 +285,7 @@ class Training:
         self._check_trust()
         loss = self.loss()
         if not isfinite(loss):
-            self.abandon()
+            self._rewind()
             raise StepError(
                 f"the loss of step {self.updates} is {loss}; the weights are unchanged. "
                 "Lower the learning rate, set clip_norm, or look for bad values in the batch"
@@ -302,6 +307,7 @@ class Training:
             self.history.add({**record, "ended": time()})
         self.values = {}
         self._gatherings, self._checkers = {}, {}
+        self.step = _OVER
         self.trace.seal()
         return record
 
@@ -335,6 +341,7 @@ class Training:
         """Forget the step in flight and the gradients gathered for it."""
         self.flight.leave()
         self.values, self._gatherings, self._checkers, self._losses = {}, {}, {}, []
+        self.step = _OVER
         for parameter in self.weights.values():
             parameter.grad = None
 
@@ -344,6 +351,13 @@ class Training:
         self.random_state, buffers = self._start
         for name, tensor in buffers.items():
             self.weights[name].copy_(tensor)
+
+    def settled(self) -> tuple[bytes, dict[str, torch.Tensor]]:
+        """Random state, parameters and buffers as the last update left them, whatever micro-batches came since."""
+        if not self._losses:
+            return self.random_state, self.weights
+        random_state, buffers = self._start
+        return random_state, {**self.weights, **buffers}
 
     def _copied_buffers(self) -> dict[str, torch.Tensor]:
         return {name: self.weights[name].clone() for name, _ in self.graph.buffers}
@@ -356,7 +370,8 @@ class Training:
 
     def _check_step(self, step: int) -> None:
         if step != self.step:
-            raise StepError(f"step {step} of '{self.name}' is over; step {self.step} is in flight")
+            now = "no step" if self.step == _OVER else f"step {self.step}"
+            raise StepError(f"step {step} of '{self.name}' is over; {now} is in flight")
 
     def _check_trust(self) -> None:
         liars = self._unchecked & self._distrusted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -124,3 +124,22 @@ def test_a_tile_of_another_shape_dtype_or_number_is_refused() -> None:
     assert not gathering.accepted
     with pytest.raises(TileRejected, match="tile 7"):
         gathering.accept(7, [np.zeros((2, 4), "f4")])
+
+
+def test_a_tile_has_come_when_its_numbers_are_in_and_not_before() -> None:
+    """Whoever hears that a tile is here may end the job, and the next round then reads the sum."""
+    gemm = merged_gemm(4, (6,), 8)
+    tiles = grid(gemm, (1, 1, 2))
+    told: list[tuple[bool, list[int]]] = []
+
+    class Watched(Gathering):
+        def _add(self, tile: Tile, tensors: Sequence[torch.Tensor]) -> None:
+            told.append((self.complete, self.wanted([0, 1])))
+            super()._add(tile, tensors)
+
+    gathering = Watched(gemm, tiles)
+    read = {item.name: torch.ones(item.shape) for operand in gemm.inputs for item in operand.parts}.__getitem__
+    for number in (1, 0):
+        gathering.accept(number, multiply(gemm, number, tiles[number], read))
+    assert told == [(False, [0]), (False, [0])]
+    assert gathering.complete
