@@ -192,14 +192,14 @@ class Simulator:
             self._unsettled = True
 
     def _split(self, number: int) -> None:
-        """A parcel whose device is not there goes out tile by tile, to whoever is free first; the largest first."""
-        parcel = self.parcels[number]
-        parts = [parcel.cut.tile(place) for place in range(parcel.accepted, len(parcel.cut.tiles))]
+        """A parcel whose device is not there: what is not in goes tile by tile to whoever is free, largest first."""
+        parcel, count = self.parcels[number], len(self.parcels[number].cut.tiles)
+        parts = [parcel.cut.tile(place) for place in range(max(parcel.accepted, min(parcel.seen, count - 1)), count)]
         parcel.open = False
         self.dispatcher.parcel_forgotten(number)
         self._left_in_job[parcel.job] += len(parts) - 1
         for place, part in enumerate(sorted(parts, key=lambda part: -part.work.up_bytes)):
-            self.parcels.append(Parcel(parcel.job, parcel.rank + place, part, parcel.filler))
+            self.parcels.append(Parcel(parcel.job, parcel.rank + place, part, parcel.filler, seen=parcel.seen // count))
             self._ready(len(self.parcels) - 1)
 
     def _settle(self) -> None:

@@ -70,3 +70,15 @@ def everything_is_counted(splits: tuple[int, int, int]) -> None:
 
 def test_every_tile_is_done_once_and_every_byte_counted() -> None:
     everything_is_counted((40, 40, 20))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_under_churn_each_tile_is_accepted_once(seed: int) -> None:
+    """Also where a device falls silent whose parcel is half in, and which is then shared out tile by tile."""
+    fleet = Fleet.sample(40, seed=3)
+    graph = graph_of(make_gemm(2048, 4096, 1024, name="a"), make_gemm(2048, 1024, 4096, name="b"))
+    made = plan(graph, fleet)
+    trace = simulate(made, Churn.sample(fleet, 1000, seed))
+    accepted = trace.where(trace["outcome"] == "accepted")
+    assert len(accepted) == len(made.tiles)
+    assert len(set(zip(accepted["gemm"].tolist(), accepted["tile"].tolist(), strict=True))) == len(made.tiles)
