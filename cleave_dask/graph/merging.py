@@ -85,22 +85,24 @@ def _join_columns(gemms: Sequence[Gemm]) -> Gemm:
 
 
 def _join_rows(gemms: Sequence[Gemm]) -> Gemm:
+    forward = gemms[::-1]  # gradients come the other way round: so parts are in the order of the forward gemm's
     return replace(
         gemms[0],
         m=sum(gemm.m for gemm in gemms),
         flops=sum(gemm.flops for gemm in gemms),
-        inputs=(_side(gemms, 0, axis=0), gemms[0].inputs[1]),
-        outputs=tuple(gemm.outputs[0] for gemm in gemms),
+        inputs=(_side(forward, 0, axis=0), gemms[0].inputs[1]),
+        outputs=tuple(gemm.outputs[0] for gemm in forward),
         out_axis=0,
     )
 
 
 def _join_sum(gemms: Sequence[Gemm]) -> Gemm:
+    forward = gemms[::-1]  # as in `_join_rows`
     return replace(
         gemms[0],
         k=sum(gemm.k for gemm in gemms),
         flops=sum(gemm.flops for gemm in gemms),
-        inputs=(_side(gemms, 0, axis=1), _side(gemms, 1, axis=0)),
+        inputs=(_side(forward, 0, axis=1), _side(forward, 1, axis=0)),
     )
 
 

@@ -102,13 +102,13 @@ def seconds_on(plan: Plan, graph: StepGraph, fleet: Fleet) -> float:
     """What a step of `plan` takes on a fleet other than the one that it was made for; all its devices must be there."""
     rates, place = Rates.of(fleet), {device.name: position for position, device in enumerate(fleet.devices)}
     gemms = {gemm.name: gemm for gemm in graph.gemms}
-    made: dict[tuple[Shape, int, int], Layout] = {}
+    made: dict[tuple[Shape, int, int, tuple[bool, ...]], Layout] = {}
     layouts: dict[str, Layout] = {}
     for name, tiles in plan.by_gemm.items():
-        key = Shape.of(gemms[name]), id(tiles.ranges), id(tiles.owner)
+        key = Shape.of(gemms[name]), id(tiles.ranges), id(tiles.owner), tiles.kept
         if key not in made:
             places = np.array([place.get(device, -1) for device in tiles.names], dtype=np.int64)
             owner = places[tiles.owner]
-            made[key] = lay_out(key[0], tiles.ranges.astype(np.int64), owner, rates, fleet.server)
+            made[key] = lay_out(key[0], tiles.ranges.astype(np.int64), owner, rates, fleet.server, kept=tiles.kept)
         layouts[name] = made[key]
     return priced(graph, fleet, layouts, tiling=plan.tiling).seconds

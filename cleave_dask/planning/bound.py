@@ -6,7 +6,7 @@ its result. The server sends and takes everything, devices do not talk to each o
 parcel after another for `scheduler_seconds` each before it can start, and every device needs at least one. The links'
 latency passes before a device's first result is back. Memory is left out: it can only make plans slower. With `boxes`
 the plan space is narrower, and the bound sharper: a device's tiles of a gemm are those of one box, as in all plans that
-`tiling` makes.
+`tiling` makes. In a plan whose gemms share operands (`sharing`), what is kept of them counts as there (`kept_bound`).
 
 Why it is a bound. `capacity.most` caps what a device can do in a time by the inequality of Loomis and Whitney, for any
 set of cuboids, and `capacity.lines` by the whole number of devices behind each number of the result. The device whose
@@ -19,7 +19,7 @@ way, by what must cross them at least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -29,7 +29,7 @@ from cleave_dask.fleet.devices import Fleet, Server
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.capacity import lines, most, reach
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
-from cleave_dask.planning.slices import SIDED
+from cleave_dask.planning.slices import SIDED, fetched
 
 _SLOT_GROUPS = (32, 96)  # slots of a group are priced alike, and are worth what the first of the group is
 _ALPHAS = (1.0, 0.85, 0.7, 0.55)  # volume against whole lines: each is a bound, the best of them is taken
@@ -61,24 +61,50 @@ def gemm_bound(
     return found, "server egress" if found == by_egress else "server ingress"
 
 
+def kept_bound(shape: Shape, kept: Sequence[bool], rates: Rates, server: Server) -> tuple[float, str]:
+    """The same of a gemm some of whose operands are on the devices already, as much of them as each likes.
+
+    The v products of a device touch at least v / N numbers of A and v / M of B, of which those come down that are not
+    there, and add to at least v / K of C: whatever the set, each number is in no more products than that.
+    """
+    sides = [rates.down / shape.down_bytes * (shape.n, shape.m)[side] for side in fetched(kept)]
+    stages = [*sides, rates.flops * shape.volume / shape.flops, rates.up / shape.up_bytes * shape.k]
+    names = ["downlink"] * len(sides) + ["compute", "uplink"]
+    alone = [shape.volume / float(stage.sum()) for stage in stages]
+    by_devices = float(rates.latency.min()) + shape.volume / float(np.min(stages, axis=0).sum())
+    by_egress, by_ingress = least_down(shape, kept) / server.egress, shape.least_up / server.ingress
+    found = max(by_devices, by_egress, by_ingress)
+    if found == by_devices:
+        return found, names[int(np.argmax(alone))]
+    return found, "server egress" if found == by_egress else "server ingress"
+
+
+def least_down(shape: Shape, kept: Sequence[bool]) -> float:
+    """Bytes that must come down at least: every operand once that is not on the devices already."""
+    if not any(kept):
+        return shape.least_down
+    return sum((shape.m, shape.n)[side] for side in fetched(kept)) * shape.k * shape.down_bytes
+
+
 def step_bound(
     graph: StepGraph,
     fleet: Fleet,
-    sent: Collection[str],
+    sent: Mapping[str, Sequence[bool]],
     *,
-    gemm_bounds: Mapping[Shape, float],
+    gemm_bounds: Mapping[str, float],
     scheduler_seconds: float = SCHEDULER_SECONDS,
 ) -> float:
-    """Seconds below which no plan that sends out the gemms `sent` can finish the step.
+    """Seconds below which no plan can finish the step that sends out the gemms `sent`, whose operands may be kept.
 
     The longest chain of gemms that wait for each other, each at its own bound; and for the whole step, filler included,
     what must at least cross each link and each multiplier in sum.
     """
     rates = Rates.of(fleet)
-    out = [Shape.of(gemm) for gemm in graph.gemms if gemm.name in sent]
-    chain = {gemm.name: gemm_bounds[Shape.of(gemm)] for gemm in graph.gemms if gemm.name in sent}
+    shapes = {gemm.name: Shape.of(gemm) for gemm in graph.gemms if gemm.name in sent}
+    out = list(shapes.values())
+    chain = {name: gemm_bounds[name] for name in shapes}
     kept = sum(gemm.flops for gemm in graph.gemms if gemm.name not in sent)
-    once = sum(shape.least_down for shape in out)
+    once = sum(least_down(shape, sent[name]) for name, shape in shapes.items())
     back = sum(shape.least_up for shape in out)
     return max(
         longest_chain(graph, fleet, chain),

@@ -26,7 +26,7 @@ import numpy as np
 from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.cost import AT_ONCE, IN_FLIGHT, SCHEDULER_SECONDS, Floats, Ints, Rates, Shape
 from cleave_dask.planning.growing import growing_order
-from cleave_dask.planning.slices import SIDED, newly, results, segments, turned
+from cleave_dask.planning.slices import SIDED, fetched, newly, results, segments, turned
 
 STAGES = ("downlink", "compute", "uplink")
 
@@ -53,6 +53,7 @@ class Layout:
     egress_seconds: float
     ingress_seconds: float
     scheduler_seconds: float
+    kept: tuple[bool, ...] = ()  # operands of which each device has its part from gemms before; empty: of none
 
     def places(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The place of each of `count` devices in the scheduler's queue; those without tiles come last."""
@@ -110,8 +111,9 @@ def lay_out(
     *,
     scheduler_seconds: float = SCHEDULER_SECONDS,
     place: Ints | None = None,
+    kept: tuple[bool, ...] = (),
 ) -> Layout:
-    """The layout of these tiles, priced; `place` is that of each device in the scheduler's queue."""
+    """The layout of these tiles, priced: `place`, of each device in the scheduler's queue; `kept`, see `Layout`."""
     rows, cols, ks = ranges[:, 0::2].T * (np.array(shape.extents)[:, None] + 1) + ranges[:, 1::2].T
     order = np.lexsort((cols, rows, ks))
     ranges, owner = ranges[order], owner[order]
@@ -120,7 +122,7 @@ def lay_out(
     order, turn = growing_order(ranges, owner, place)
     which = np.searchsorted(devices, owner[order])
     size = (ranges[order, 1::2] - ranges[order, 0::2]).astype(np.float64)
-    down = _down(shape, ranges[order], which, size, here.memory)
+    down = _down(shape, ranges[order], which, size, here.memory, kept)
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
     up = results(shape.kind, size) * shape.up_bytes
     seconds = np.stack([down / here.down[which], flops / here.flops[which], up / here.up[which]])
@@ -147,6 +149,7 @@ def lay_out(
         egress_seconds=float(down.sum()) / server.egress,
         ingress_seconds=float(up.sum()) / server.ingress,
         scheduler_seconds=scheduler_seconds * float(np.ceil(tiles / together).sum()),
+        kept=kept,
     )
 
 
@@ -202,13 +205,15 @@ def _held(shape: Shape, ranges: Ints, which: Ints, size: Floats) -> Floats:
     return most
 
 
-def _down(shape: Shape, ranges: Ints, which: Ints, size: Floats, memory: Floats) -> Floats:
+def _down(shape: Shape, ranges: Ints, which: Ints, size: Floats, memory: Floats, kept: tuple[bool, ...] = ()) -> Floats:
     """Bytes that come down for each tile, of devices' tiles in the order that they take them."""
     if shape.kind not in SIDED:
         return np.asarray(size[:, 0] * size[:, 1] * shape.down_bytes, dtype=np.float64)
     ranges, size, deepest = turned(shape.kind, ranges), turned(shape.kind, size), shape.sides[2] + 1
     group = (which * deepest + ranges[:, 4]) * deepest + ranges[:, 5]
-    spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1)]
+    spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in fetched(kept)]
+    if not spans:
+        return np.zeros(len(which))
     depth = size[:, 2] * shape.down_bytes
     once = sum(newly(group, *span) for span in spans) * depth
     fits = (np.bincount(which, once, minlength=len(memory)) <= memory / 2)[which]

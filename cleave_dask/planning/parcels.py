@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from cleave_dask.fleet.devices import Device
 from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import ROUND_TRIPS, Floats, Ints, Shape
-from cleave_dask.planning.slices import SIDED, newly, results, turned
+from cleave_dask.planning.slices import SIDED, fetched, newly, results, turned
 
 Ranges = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
@@ -58,10 +58,11 @@ class Figures:
         return max(LEAST_SECONDS, moving + work.flops / self.flops)
 
 
-def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ranges, device: Ranges) -> Floats:
+def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ranges, device: Ranges, kept: Sequence[bool] = ()) -> Floats:
     """(parcels, 4): flops, bytes down, bytes up and bytes down alone, of each parcel.
 
     `ranges` are those of the tiles (rows, cols, ks, each start and stop); `parcel` and `device` say whose each is.
+    Of operands that are `kept` the planned device has its part already.
     """
     shape, count = Shape.of(gemm), int(parcel.max(initial=-1)) + 1
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
@@ -71,8 +72,9 @@ def parcel_works(gemm: Gemm, ranges: Ranges, parcel: Ranges, device: Ranges) -> 
     if shape.kind in SIDED:
         ranges, depth = turned(shape.kind, ranges), turned(shape.kind, size)[:, 2] * shape.down_bytes
         spans = [(ranges[:, 2 * axis], ranges[:, 2 * axis + 1]) for axis in (0, 1)]
-        layers = [with_depth(whose, ranges, shape.sides[2]) for whose in (device, parcel)]
-        down, alone = (sum(newly(layer, *span) for span in spans) * depth for layer in layers)
+        mine, any_other = (with_depth(whose, ranges, shape.sides[2]) for whose in (device, parcel))
+        down = sum((newly(mine, *spans[side]) for side in fetched(kept)), start=np.zeros(len(depth))) * depth
+        alone = sum(newly(any_other, *span) for span in spans) * depth
     columns = flops, down, up, alone
     return np.column_stack([np.bincount(parcel, column, minlength=count) for column in columns])
 

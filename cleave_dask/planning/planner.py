@@ -25,6 +25,7 @@ from cleave_dask.planning.grid import ALIGN, Grid, cut, even_grid, grid_tiles
 from cleave_dask.planning.heads import HeadError
 from cleave_dask.planning.layout import Layout, lay_out
 from cleave_dask.planning.pricing import priced
+from cleave_dask.planning.sharing import share
 from cleave_dask.planning.tiling import tile_gemm
 from cleave_dask.planning.values import Plan
 
@@ -124,6 +125,10 @@ def _plan(
                 raise
             continue  # a simpler tiling, only tried: equal shares need every device to have the memory
         plans.append(priced(graph, fleet, layouts, tiling=choice, scheduler_seconds=scheduler_seconds))
+        may = tiling == "3d" and grid is None and len(fleet) <= _FEW
+        shared = share(graph, fleet, layouts, scheduler_seconds=scheduler_seconds) if may else None
+        if shared is not None:
+            plans.append(priced(graph, fleet, shared, tiling=choice, scheduler_seconds=scheduler_seconds))
     return min(plans, key=lambda plan: plan.seconds)
 
 

@@ -17,14 +17,16 @@ from functools import partial
 
 import numpy as np
 
-from cleave_dask.fleet.devices import Fleet
+from cleave_dask.fleet.devices import Fleet, Server
 from cleave_dask.formatting import duration, quantity
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.graph.keeping import kept_bytes
-from cleave_dask.planning.bound import gemm_bound, longest_chain, step_bound
+from cleave_dask.graph.sharing import numbered
+from cleave_dask.planning.bound import gemm_bound, kept_bound, longest_chain, step_bound
 from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape, smallest_bytes
 from cleave_dask.planning.layout import STAGES, Layout
 from cleave_dask.planning.overhead import InStep, in_the_way
+from cleave_dask.planning.sharing import staying
 from cleave_dask.planning.values import LevelCost, Plan, Tiles
 
 BOXED = ("3d", "2d")
@@ -55,25 +57,25 @@ def priced(
 ) -> Plan:
     """The plan that these layouts make, by gemm, with everything that it is predicted to cost."""
     rates = Rates.of(fleet)
-    shapes, each = {layout.shape for layout in layouts.values()}, partial(gemm_bound, boxes=tiling in BOXED)
-    bounds = {shape: each(shape, rates, fleet.server, scheduler_seconds=scheduler_seconds)[0] for shape in shapes}
+    bounds = _bounds(layouts, rates, fleet.server, boxes=tiling in BOXED, scheduler_seconds=scheduler_seconds)
     taken = {id(layout): InStep.of(layout, rates, fleet.server) for layout in _distinct(layouts.values())}
     parts = {name: taken[id(layout)] for name, layout in layouts.items()}
     levels = _levels(graph, parts, bounds)
     seconds, binding = _step_seconds(graph, fleet, parts, levels)
-    bound = step_bound(graph, fleet, layouts, gemm_bounds=bounds, scheduler_seconds=scheduler_seconds)
+    kept = {name: layout.kept for name, layout in layouts.items()}
+    bound = step_bound(graph, fleet, kept, gemm_bounds=bounds, scheduler_seconds=scheduler_seconds)
     total = _load(list(parts.values()), len(fleet))
     names = tuple(device.name for device in fleet.devices)
     return Plan(
         graph=graph,
         fleet=fleet,
-        by_gemm=_tables(layouts, names),
+        by_gemm=_tables(graph, layouts, names),
         seconds=seconds,
         bound_seconds=bound,
         binding=binding,
         down_bytes=round(sum(layout.down_bytes for layout in layouts.values())),
         up_bytes=round(sum(layout.up_bytes for layout in layouts.values())),
-        peak_memory=_peaks(layouts, names),
+        peak_memory=_peaks(layouts, names, staying(graph, layouts, len(names))),
         reasons=_reasons(fleet, layouts, total),
         levels=levels,
         tiling=tiling,
@@ -82,25 +84,46 @@ def priced(
     )
 
 
-def _tables(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, Tiles]:
+def _tables(graph: StepGraph, layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, Tiles]:
     """The tiles of each gemm; gemms of one layout share their columns."""
     ranges = {id(layout.ranges): layout.ranges.astype(np.int32) for layout in layouts.values()}
     owners = {id(layout.owner): layout.owner.astype(np.int32) for layout in layouts.values()}
     places = {id(layout): layout.places(len(names)) for layout in _distinct(layouts.values())}
+    values = numbered(graph, [gemm for gemm, layout in layouts.items() if any(layout.kept)])
     return {
         gemm: Tiles(
-            gemm, ranges[id(layout.ranges)], owners[id(layout.owner)], names, layout.together, places[id(layout)]
+            gemm,
+            ranges[id(layout.ranges)],
+            owners[id(layout.owner)],
+            names,
+            layout.together,
+            places[id(layout)],
+            values.get(gemm, ()),
+            layout.kept,
         )
         for gemm, layout in layouts.items()
     }
 
 
-def _peaks(layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, int]:
-    """Bytes that each device needs at most, whichever gemms it works on at once."""
+def _bounds(
+    layouts: Mapping[str, Layout], rates: Rates, server: Server, *, boxes: bool, scheduler_seconds: float
+) -> dict[str, float]:
+    """The bound of each gemm; those of one shape have one."""
+    alone = partial(gemm_bound, boxes=boxes, scheduler_seconds=scheduler_seconds)
+    found: dict[tuple[Shape, tuple[bool, ...]], float] = {}
+    for layout in layouts.values():
+        if (key := (layout.shape, layout.kept)) not in found:
+            shape, kept = key
+            found[key] = (kept_bound(shape, kept, rates, server) if any(kept) else alone(shape, rates, server))[0]
+    return {name: found[layout.shape, layout.kept] for name, layout in layouts.items()}
+
+
+def _peaks(layouts: Mapping[str, Layout], names: tuple[str, ...], stays: Floats) -> dict[str, int]:
+    """Bytes that each device needs at most, whichever gemms it works on at once, beside what `stays` there."""
     peak = np.zeros(len(names))
     for layout in _distinct(layouts.values()):
         np.maximum.at(peak, layout.devices, layout.memory)
-    return dict(zip(names, np.ceil(peak).astype(np.int64).tolist(), strict=True))
+    return dict(zip(names, np.ceil(peak + stays).astype(np.int64).tolist(), strict=True))
 
 
 def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
@@ -108,7 +131,7 @@ def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
     return list({id(layout): layout for layout in layouts}.values())
 
 
-def _levels(graph: StepGraph, parts: Mapping[str, InStep], bounds: Mapping[Shape, float]) -> tuple[LevelCost, ...]:
+def _levels(graph: StepGraph, parts: Mapping[str, InStep], bounds: Mapping[str, float]) -> tuple[LevelCost, ...]:
     """A row for each level and, apart, for the filler that becomes ready with it."""
     grouped: dict[tuple[int, bool], list[Gemm]] = defaultdict(list)
     for gemm in graph.gemms:
@@ -123,7 +146,7 @@ def _levels(graph: StepGraph, parts: Mapping[str, InStep], bounds: Mapping[Shape
                 level=level,
                 gemms=tuple(gemm.name for gemm in gemms),
                 seconds=sum(parts[gemm.name].seconds for gemm in gemms) + (0.0 if filler else LEVEL_SECONDS),
-                bound_seconds=sum(bounds[layout.shape] for layout in here),
+                bound_seconds=sum(bounds[gemm.name] for gemm in gemms),
                 binding=slowest.binding,
                 devices=max(len(layout.devices) for layout in here),
                 tiles=sum(len(layout.owner) for layout in here),

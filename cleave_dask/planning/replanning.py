@@ -50,7 +50,16 @@ def replan(
         plan,
         fleet=fleet,
         by_gemm={
-            name: Tiles(name, tiles.ranges, owners[name], mover.names, tiles.together, mover.places(tiles))
+            name: Tiles(
+                name,
+                tiles.ranges,
+                owners[name],
+                mover.names,
+                tiles.together,
+                mover.places(tiles),
+                tiles.values,
+                tiles.kept if owners[name] is tiles.owner else (),  # whoever gets a tile now lacks its operands
+            )
             for name, tiles in plan.by_gemm.items()
         },
         seconds=max(seconds, plan.bound_seconds),

@@ -10,6 +10,7 @@ have slices of two sides in the same way, but only the first keeps k as the dept
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ def turned(kind: str, columns: Any) -> Any:
     if kind not in ("logit_dx", "logit_dw"):
         return columns
     return columns[:, [0, 1, 4, 5, 2, 3]] if columns.shape[1] == 6 else columns[:, [0, 2, 1]]
+
+
+def fetched(kept: Sequence[bool]) -> list[int]:
+    """The sides whose slices come down, if some are `kept` on their devices from gemms before."""
+    return [side for side in (0, 1) if not (kept and kept[side])]
 
 
 def results(kind: str, size: Any) -> Any:

@@ -45,7 +45,7 @@ class Tiles(Sequence[Tile]):
     A device gets its tiles in parcels: `together` tiles of its own, in growing order, that are sent as one task.
     """
 
-    __slots__ = ("gemm", "names", "owner", "place", "ranges", "together")
+    __slots__ = ("gemm", "kept", "names", "owner", "place", "ranges", "together", "values")
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class Tiles(Sequence[Tile]):
         names: tuple[str, ...],
         together: int = 1,
         place: Column | None = None,
+        values: tuple[tuple[int, bool], ...] = (),
+        kept: tuple[bool, ...] = (),
     ) -> None:
         self.gemm = gemm
         self.ranges = ranges  # (tiles, 6): rows, cols, ks, each start and stop
@@ -62,6 +64,8 @@ class Tiles(Sequence[Tile]):
         self.names = names  # of all devices
         self.together = together  # tiles of a parcel; a device's last parcel may have fewer
         self.place = place  # of each device in the scheduler's queue; None: those with the most to do come first
+        self.values = values  # operands by number, and whether transposed, if gemms share them; empty: they do not
+        self.kept = kept  # operands of which each device has its part from gemms before; empty: of none
 
     def parcels(self) -> list[tuple[str, tuple[int, ...]]]:
         """Device and tile numbers of each parcel, in the order in which they go out; they have every tile once.
@@ -98,7 +102,9 @@ class Tiles(Sequence[Tile]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Tiles):
-            mine, theirs = ((tiles.gemm, tiles.names, tiles.together) for tiles in (self, other))
+            mine, theirs = (
+                (tiles.gemm, tiles.names, tiles.together, tiles.values, tiles.kept) for tiles in (self, other)
+            )
             columns = ((self.ranges, other.ranges), (self.owner, other.owner), (self.place, other.place))
             return mine == theirs and all(_equal(one, two) for one, two in columns)
         return isinstance(other, tuple) and tuple(self) == other
@@ -111,7 +117,8 @@ class Tiles(Sequence[Tile]):
 
     def __dask_tokenize__(self) -> object:
         place = None if self.place is None else self.place.tobytes()
-        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names, self.together, place
+        shared = self.values, self.kept
+        return self.gemm, self.ranges.tobytes(), self.owner.tobytes(), self.names, self.together, place, shared
 
 
 class AllTiles(Sequence[Tile]):
@@ -166,7 +173,9 @@ class Plan:
     fleet: Fleet = field(repr=False, compare=False)  # on what
     by_gemm: Mapping[str, Tiles]  # the tiles of each distributed gemm
     seconds: float  # predicted time of the step
-    bound_seconds: float  # no plan on this fleet can be faster: of those with one box of a gemm a device, or of all
+    bound_seconds: (
+        float  # no plan can be faster of those with one box of a gemm a device, or of all; sharing as it does
+    )
     binding: str  # the resource that decides `seconds`
     down_bytes: int
     up_bytes: int
@@ -232,11 +241,17 @@ class Plan:
         return [
             ("tiles", f"{len(self.tiles):,} of {len(self.by_gemm):,} gemms"),
             ("devices", f"{self.devices_used:,} of {len(self.reasons):,}"),
-            ("down", quantity(self.down_bytes, "B")),
+            ("down", quantity(self.down_bytes, "B") + self._sharing),
             ("up", quantity(self.up_bytes, "B")),
             ("memory", f"{quantity(self.peak_memory.get(fullest, 0), 'B')} at most, on {fullest}"),
             ("server memory", self._holding),
         ]
+
+    @property
+    def _sharing(self) -> str:
+        """Of how many gemms an operand is on the devices already."""
+        count = sum(any(tiles.kept) for tiles in self.by_gemm.values())
+        return f"; {count:,} gemms find operands of others where they are" if count else ""
 
     @property
     def _holding(self) -> str:

@@ -31,7 +31,7 @@ from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
 from cleave_dask.runtime.multiplying import multiplied
-from cleave_dask.runtime.operands import Piece, SliceCache, assembled, operand_slices
+from cleave_dask.runtime.operands import Need, Piece, SliceCache, assembled, operand_slices
 from cleave_dask.runtime.pausing import pause_while
 from cleave_dask.runtime.pipelines import Pipeline
 from cleave_dask.runtime.refusing import refuse_all_but_tiles
@@ -119,8 +119,9 @@ class DeviceRuntime:
             start = perf_counter()
             async with self.pulls.through(rank, size, share):
                 entered = perf_counter()
-                fetched = [self._request(server, name, axis) for name, axis in operand_slices(spec)]
-                operands = [self.cache.pieces(name, axis) for name, axis in operand_slices(spec)]
+                needs = operand_slices(spec)
+                fetched = [self._request(server, need) for need in needs]
+                operands = [self.cache.pieces(need) for need in needs]
                 await asyncio.gather(*(asyncio.shield(piece.arriving) for pieces in operands for piece in pieces))
             pulled = perf_counter()
             async with self.turns.through(rank, 0):
@@ -155,12 +156,12 @@ class DeviceRuntime:
         if self.clock.due(server):
             self._asking = asyncio.ensure_future(self.clock.ask(self.worker.rpc(server).cleave_clock))
 
-    def _request(self, server: str, name: SliceName, axis: int) -> list[asyncio.Future[Array]]:
+    def _request(self, server: str, need: Need) -> list[asyncio.Future[Array]]:
         """Have what is missing of a slice fetched; what was asked for."""
         asked: list[asyncio.Future[Array]] = []
-        for part in self.cache.missing(name, axis):
-            asked.append(asyncio.ensure_future(self._fetch(server, part)))
-            self.cache.add(part, axis, asked[-1])
+        for part in self.cache.missing(need):
+            asked.append(asyncio.ensure_future(self._fetch(server, part.name)))
+            self.cache.add(part, asked[-1])
         return asked
 
     async def _fetch(self, server: str, name: SliceName) -> Array:

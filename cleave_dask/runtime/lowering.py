@@ -26,7 +26,7 @@ from cleave_dask.planning.values import Plan, Tile, Tiles
 from cleave_dask.runtime.device import run_parcel
 from cleave_dask.runtime.rounds import Schedule, schedule
 from cleave_dask.runtime.tasks import OrderedTask, finish_step, read_block, run_round
-from cleave_dask.runtime.tiles import ParcelSpec
+from cleave_dask.runtime.tiles import ParcelSpec, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class JobSkeleton:
     after: tuple[int, ...]
     rank: int
     filler: bool  # nothing but the update waits for it
+    values: Values = ()
+    kept: tuple[bool, ...] = ()
 
     def parcels(
         self, run: str, step: int, job: int, *, resumed: bool = False
@@ -54,7 +56,8 @@ class JobSkeleton:
         for stop, device, work in zip(self.ends, self.devices, self.works.tolist(), strict=True):
             rank = self.rank + start
             kind = (self.kind, self.dtype, self.causal, self.scale)
-            spec = ParcelSpec(run, step, job, *kind, rank, self.filler, tuple(tiles[start:stop]), resumed)
+            shared = (self.values, self.kept)
+            spec = ParcelSpec(run, step, job, *kind, rank, self.filler, tuple(tiles[start:stop]), resumed, *shared)
             yield spec, device, Work(*work)
             start = stop
 
@@ -185,10 +188,11 @@ def job_skeleton(gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int) ->
     cuts = np.column_stack([order, tiles.ranges[order]]).astype(np.int32)
     ends = tuple(accumulate(len(numbers) for _, numbers in parcels))
     parcel = np.repeat(np.arange(len(parcels)), np.diff((0, *ends)))
-    works = parcel_works(gemm, cuts[:, 1:], parcel, tiles.owner[order])
+    works = parcel_works(gemm, cuts[:, 1:], parcel, tiles.owner[order], tiles.kept)
     devices = tuple(device for device, _ in parcels)
+    kind = gemm.kind, gemm.tile_dtype, gemm.causal, gemm.scale
     return JobSkeleton(
-        gemm.kind, gemm.tile_dtype, gemm.causal, gemm.scale, cuts, ends, devices, works, after, rank, gemm.role == "dW"
+        *kind, cuts, ends, devices, works, after, rank, gemm.role == "dW", values=tiles.values, kept=tiles.kept
     )
 
 

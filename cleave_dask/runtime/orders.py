@@ -12,6 +12,9 @@ from cleave_dask.runtime.tiles import ParcelSpec
 TILES = 1 << 20
 """Tiles of a parcel at most."""
 
+OPERANDS = 2
+"""Operands of a gemm, the only kind that shares them."""
+
 
 def write_order(parcel: ParcelSpec, server: str, again: bool) -> dict[str, Any]:
     """A parcel as it is sent."""
@@ -40,6 +43,22 @@ def _tile(value: Any) -> tuple[int, ...]:
     return value
 
 
+def _values(value: Any) -> tuple[tuple[int, bool], ...]:
+    if not isinstance(value, tuple) or len(value) > OPERANDS or not all(_is_value(part) for part in value):
+        raise Refused("operands that are no numbers")
+    return value
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and type(value[0]) is int and type(value[1]) is bool
+
+
+def _flags(value: Any) -> tuple[bool, ...]:
+    if not isinstance(value, tuple) or len(value) > OPERANDS or not all(type(part) is bool for part in value):
+        raise Refused("what a device keeps that is no list of yes and no")
+    return value
+
+
 _FIELDS: dict[str, check.Check] = {
     "run": check.text,
     "step": check.whole,
@@ -52,6 +71,8 @@ _FIELDS: dict[str, check.Check] = {
     "filler": check.flag,
     "tiles": _tiles,
     "resumed": check.flag,
+    "values": _values,
+    "kept": _flags,
     "server": check.text,
     "again": check.flag,
 }

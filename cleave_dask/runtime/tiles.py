@@ -8,13 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from cleave_dask.graph.ir import ITEMSIZE, Range
-from cleave_dask.planning.slices import SIDED, newly, results, turned
+from cleave_dask.planning.slices import SIDED, fetched, newly, results, turned
 
 MANY = 1 << 40
 """Bytes that count as many."""
 
 SliceName = tuple[str, int, int, int, Range, Range]
 """What an operand slice is known by: run, step, job, operand, and the range along each of its first two axes."""
+
+Values = tuple[tuple[int, bool], ...]
+"""A number for each operand, the same wherever gemms of a step share it, and whether it is read transposed; or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class TileSpec:
     ks: Range
     causal: bool
     scale: float | None
+    values: Values = ()
+    kept: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class ParcelSpec:
     filler: bool  # nothing but the update waits for it
     tiles: tuple[tuple[int, int, int, int, int, int, int], ...]  # number; rows, cols, ks, each start and stop
     resumed: bool = False  # tiles of this step are on the server from before it was interrupted: ask first
+    values: Values = ()
+    kept: tuple[bool, ...] = ()  # operands of which its planned device has its part from gemms before; empty: of none
 
     @property
     def numbers(self) -> list[int]:
@@ -61,6 +68,8 @@ class ParcelSpec:
             yield TileSpec(
                 *(self.run, self.step, self.job, number, self.kind, self.dtype),
                 *((r0, r1), (c0, c1), (k0, k1), self.causal, self.scale),
+                values=self.values,
+                kept=self.kept,
             )
 
 
@@ -103,6 +112,7 @@ def own_bytes(specs: Sequence[TileSpec]) -> list[int]:
     made = results(kind, ranges[:, 1::2] - ranges[:, 0::2])
     ranges = turned(kind, ranges)
     layer = np.unique(ranges[:, 4:], axis=0, return_inverse=True)[1].reshape(-1)
-    fresh = (newly(layer, *ranges[:, :2].T) + newly(layer, *ranges[:, 2:4].T)) * (ranges[:, 5] - ranges[:, 4])
+    sides = [newly(layer, *ranges[:, 2 * side : 2 * side + 2].T) for side in fetched(specs[0].kept)]
+    fresh = sum(sides, start=np.zeros(len(specs))) * (ranges[:, 5] - ranges[:, 4])
     sizes: list[int] = ((fresh + made).astype(np.int64) * ITEMSIZE[specs[0].dtype]).tolist()
     return sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from cleave_dask.graph.ir import Gemm
 from cleave_dask.planning.cost import Floats, Ints, Shape
 from cleave_dask.planning.parcels import Figures, Work, parcel_works, with_depth
 from cleave_dask.planning.redealing import Planned, redeal
-from cleave_dask.planning.slices import SIDED, newly, results, segments, turned
+from cleave_dask.planning.slices import SIDED, fetched, newly, results, segments, turned
 from cleave_dask.planning.values import Tiles
 
 
@@ -28,6 +29,7 @@ class Cut:
     flops: Sequence[float]
     up: Sequence[float]  # bytes
     only: bool  # all that its device has of the gemm
+    kept: Sequence[float] = ()  # bytes for each tile that its device has from gemms before, and others have not
 
     def tile(self, place: int) -> Cut:
         """One of its tiles as a parcel of its own."""
@@ -38,7 +40,7 @@ class Cut:
         down = float(sum(sizes.sum() for _, _, sizes in pieces))
         work = Work(self.flops[place], down, self.up[place], down)
         columns = self.tiles[here], tuple(pieces), [down], self.flops[here], self.up[here]
-        return Cut(self.device, work, *columns, only=False)
+        return Cut(self.device, work, *columns, only=False, kept=self.kept[here])
 
 
 def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
@@ -49,7 +51,8 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
     ends = np.cumsum([len(numbers) for _, numbers in parcels])
     parcel = np.repeat(np.arange(len(parcels)), np.diff(ends, prepend=0))
     ranges = tiles.ranges[order].astype(np.int64)
-    works = parcel_works(gemm, ranges, parcel, tiles.owner[order]).tolist()
+    works = parcel_works(gemm, ranges, parcel, tiles.owner[order], tiles.kept).tolist()
+    kept = np.zeros(len(order))
     size = (ranges[:, 1::2] - ranges[:, 0::2]).astype(np.float64)
     flops = size.prod(axis=1) * (shape.flops / shape.volume)
     up = results(shape.kind, size) * shape.up_bytes
@@ -57,8 +60,11 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
         spans, depth = _spans(shape, ranges)
         layers = turned(shape.kind, ranges)
         mine, theirs = (with_depth(whose, layers, shape.sides[2]) for whose in (parcel, tiles.owner[order]))
-        down = np.asarray(sum(newly(mine, *span) for span in spans) * depth)
-        pieces = [_weighed(*segments(theirs, *span), depth) for span in spans]
+        new = [newly(mine, *span) * depth for span in spans]
+        sides = fetched(tiles.kept)
+        down = sum((new[side] for side in sides), start=kept)
+        kept = sum((new[side] for side in (0, 1) if side not in sides), start=kept)
+        pieces = [_weighed(*segments(theirs, *spans[side]), depth) for side in sides]
     else:
         down, every = size[:, 0] * size[:, 1] * shape.down_bytes, np.arange(len(order))
         pieces = [(every, every, down)]
@@ -74,7 +80,8 @@ def cut(gemm: Gemm, tiles: Tiles) -> list[Cut]:
             for (place, *rest), first in zip(pieces, firsts, strict=True)
         )
         columns = down[part].tolist(), flops[part].tolist(), up[part].tolist()
-        found.append(Cut(device, Work(*work), order[part], here, *columns, only=counts[device] == 1))
+        once, there = counts[device] == 1, kept[part].tolist() if tiles.kept else ()
+        found.append(Cut(device, Work(*work), order[part], here, *columns, only=once, kept=there))
     return found
 
 
@@ -94,7 +101,13 @@ def recut(
         ends = np.cumsum([len(each) for each in numbered])
         for each, mine, end in zip(dealt, numbered, ends.tolist(), strict=True):
             part = slice(end - len(mine), end)
-            here = tuple(_within(piece, part, names) for piece in pieces)
+            own = (
+                tiles.owner[mine] == tiles.names.index(each.device) if each.device else np.zeros(len(mine), dtype=bool)
+            )
+            here = tuple(
+                _without(piece, own) if tiles.kept and tiles.kept[side] else piece  # its device has them already
+                for side, piece in enumerate(_within(piece, part, names) for piece in pieces)
+            )
             down = [sum(float(sizes[place == n].sum()) for place, _, sizes in here) for n in range(len(mine))]
             columns = flops[part].tolist(), up[part].tolist()
             found.append(Cut(each.device, each.work, mine, here, down, *columns, only=False))
@@ -124,6 +137,12 @@ def _within(piece: tuple[Ints, Ints, Floats], part: slice, names: int) -> tuple[
     """The pieces of some tiles that follow each other."""
     here = slice(*np.searchsorted(piece[0], (part.start, part.stop)))
     return piece[0][here] - part.start, piece[1][here] + names, piece[2][here]
+
+
+def _without(piece: tuple[Ints, Ints, Floats], tiles: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Ints, Ints, Floats]:
+    """The pieces of all tiles but these."""
+    others = ~tiles[piece[0]]
+    return piece[0][others], piece[1][others], piece[2][others]
 
 
 def _weighed(place: Ints, segment: Ints, length: Ints, depth: Floats) -> tuple[Ints, Ints, Floats]:

@@ -229,6 +229,13 @@ class SimulatedDevice:
     def _fetch(self, attempt: Attempt, run: slice) -> Sequence[float]:
         """Bytes that come down for each tile of a run; slices that the device keeps do not."""
         cut = attempt.parcel.cut
+        if cut.kept and (self.life or self.name != cut.device):  # somebody who has not done the gemms before
+            return [new + old for new, old in zip(self._new(attempt, run), cut.kept[run], strict=True)]
+        return self._new(attempt, run)
+
+    def _new(self, attempt: Attempt, run: slice) -> Sequence[float]:
+        """Bytes that come down for each tile of a run, of operands that no gemm before has brought."""
+        cut = attempt.parcel.cut
         if cut.only and attempt.parcel.accepted == 0 and cut.work.down_bytes <= self.device.memory / 2:
             return cut.down[run]
         fetched, needed = [0.0] * (run.stop - run.start), []

@@ -88,7 +88,8 @@ def test_gemms_with_the_same_left_side_are_joined_by_columns() -> None:
 def test_weight_gradients_with_the_same_right_side_are_joined_by_rows() -> None:
     graph = program(gemm("a", X, Z, "dW"), gemm("b", Y, Z, "dW"), gemm("c", X, Z, "dX"), grads=("a", "b", "c"))
     joined, alone = merge_rows(graph).gemms
-    assert [part.name for part in joined.inputs[0].parts] == ["x", "y"]
+    assert [part.name for part in joined.inputs[0].parts] == ["y", "x"]  # as forward: gradients come in reverse
+    assert joined.writes == ("b", "a")
     assert (joined.inputs[0].axis, joined.out_axis, joined.m) == (0, 0, 2 * SIDE)
     assert alone.writes == ("c",)
     assert_same(graph, merge_rows(graph))
@@ -105,7 +106,7 @@ def test_input_gradients_that_are_added_up_become_one_gemm() -> None:
     )
     merged = merge_sums(graph)
     [total] = merged.gemms
-    assert [part.name for part in total.inputs[0].parts] == ["x", "y", "z"]
+    assert [part.name for part in total.inputs[0].parts] == ["z", "y", "x"]
     assert [(operand.axis, operand.shape) for operand in total.inputs] == [(1, (SIDE, 9)), (0, (9, SIDE))]
     assert (total.k, total.writes) == (9, ("abc",))
     assert len(merged.steps) == 3

@@ -8,49 +8,76 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave_dask.runtime.operands import WHOLE, SliceCache, assembled, named, operand_slices, span_of
-from cleave_dask.runtime.tiles import SliceName, TileSpec, own_bytes
+from cleave_dask.runtime.operands import Need, SliceCache, assembled, operand_slices
+from cleave_dask.runtime.tiles import TileSpec, Values, own_bytes
 
-WHOLE_ARRAY = np.arange(40 * 7).reshape(40, 7)
+MATRIX = np.arange(40 * 30).reshape(40, 30)
 
-
-def spec(rows: tuple[int, int], cols: tuple[int, int], kind: str = "gemm") -> TileSpec:
-    return TileSpec("run", 1, 2, 0, kind, "float32", rows, cols, (0, 8), causal=False, scale=None)
+Span = tuple[int, int]
 
 
-async def fetch(cache: SliceCache, name: SliceName, axis: int) -> int:
-    """Have what is missing fetched, from an array of rows or of columns; how much that was."""
-    parts = cache.missing(name, axis)
+def spec(
+    rows: Span, cols: Span, ks: Span = (0, 8), *, kind: str = "gemm", job: int = 2, step: int = 1, values: Values = ()
+) -> TileSpec:
+    return TileSpec("run", step, job, 0, kind, "float32", rows, cols, ks, causal=False, scale=None, values=values)
+
+
+def read(need: Need) -> np.ndarray:
+    """What the server would answer."""
+    first, second = (slice(*span) for span in need.name[4:])
+    return (MATRIX.T if need.turned else MATRIX)[first, second]
+
+
+async def fetch(cache: SliceCache, need: Need) -> int:
+    """Have what is missing fetched; how many numbers that was."""
+    parts = cache.missing(need)
     for part in parts:
-        start, stop = span_of(part, axis)
         arriving: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        arriving.set_result(WHOLE_ARRAY[start:stop] if axis == 0 else WHOLE_ARRAY.T[:, start:stop])
-        cache.add(part, axis, arriving)
+        arriving.set_result(read(part))
+        cache.add(part, arriving)
     await asyncio.sleep(0)  # callbacks of what has arrived
-    return sum(np.diff(span_of(part, axis))[0] for part in parts)
+    return sum(read(part).size for part in parts)
+
+
+SPAN = st.tuples(st.integers(0, 20), st.integers(1, 10)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), min_size=1, max_size=12),
-    st.sampled_from([0, 1]),
+    st.lists(st.tuples(SPAN, SPAN, st.booleans()), min_size=1, max_size=12),
+    st.booleans(),
     st.sampled_from([10**6, 600]),
 )
-@settings(deadline=None, max_examples=40)
-def test_slices_are_put_together_from_pieces(spans: list[tuple[int, int]], axis: int, limit: int) -> None:
+@settings(deadline=None, max_examples=80)
+def test_slices_are_put_together_from_pieces(slices: list[tuple[Span, Span, bool]], shared: bool, limit: int) -> None:
     async def check() -> None:
-        cache, here = SliceCache(limit), set[int]()
-        base = operand_slices(spec((0, 1), (0, 1)))[axis][0]
-        for start, size in spans:
-            name = named(base, axis, (start, start + size))
-            fetched = await fetch(cache, name, axis)
+        cache, here = SliceCache(limit), np.zeros(MATRIX.shape, dtype=bool)
+        for first, second, flip in slices:
+            turned = flip and shared  # only gemms that share a matrix read it either way
+            values: Values = ((5, turned), (6, False)) if shared else ()
+            need = operand_slices(spec(first, (0, 1), second, job=int(turned), values=values))[0]
+            fetched = await fetch(cache, need)
             if limit == 10**6:
-                assert fetched == len(set(range(start, start + size)) - here)
-                here |= set(range(start, start + size))
-                found = assembled(cache.pieces(name, axis))
-                expected = WHOLE_ARRAY[start : start + size]
-                assert np.array_equal(found, expected if axis == 0 else expected.T)
+                area = tuple(slice(*span) for span in need.area)
+                assert fetched == (~here[area]).sum()
+                here[area] = True
+                assert np.array_equal(assembled(cache.pieces(need)), read(need))
             assert cache.bytes == sum(held.result().nbytes for held in cache.held.values())
-            assert cache.bytes <= max(limit, size * 7 * 8)
+            assert cache.bytes <= max(limit, read(need).nbytes)
+
+    asyncio.run(check())
+
+
+def test_what_later_gemms_need_is_the_last_to_go() -> None:
+    async def check() -> None:
+        values: Values = ((5, False), (6, False))
+        shared = operand_slices(spec((0, 10), (0, 1), (0, 10), values=values))[0]
+        own = [operand_slices(spec((0, 10), (0, 1), (0, 10), job=job))[0] for job in (3, 4)]
+        cache = SliceCache(2 * read(shared).nbytes)
+        for need in (shared, *own):
+            await fetch(cache, need)
+        assert list(cache.held) == [shared, own[1]]
+        assert cache.missing(shared) == []
+        assert cache.missing(own[0]) == [own[0]]
 
     asyncio.run(check())
 
@@ -58,17 +85,17 @@ def test_slices_are_put_together_from_pieces(spans: list[tuple[int, int]], axis:
 def test_slices_of_an_attention_are_fetched_whole_and_a_new_step_forgets_the_old() -> None:
     async def check() -> None:
         cache = SliceCache(10**6)
-        (name, axis), *_ = operand_slices(spec((0, 4), (0, 2), kind="attention"))
-        assert axis == WHOLE
-        assert cache.missing(name, axis) == [name]
+        need, *_ = operand_slices(spec((0, 4), (0, 2), kind="attention"))
+        assert need.whole
+        assert cache.missing(need) == [need]
         arriving: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        cache.add(name, axis, arriving)
-        assert cache.missing(name, axis) == []
-        arriving.set_result(WHOLE_ARRAY)
+        cache.add(need, arriving)
+        assert cache.missing(need) == []
+        arriving.set_result(MATRIX)
         await asyncio.sleep(0)
-        assert assembled(cache.pieces(name, axis)) is WHOLE_ARRAY
-        later = (name[0], name[1] + 1, *name[2:])
-        cache.add(later, axis, asyncio.get_running_loop().create_future())
+        assert np.array_equal(assembled(cache.pieces(need)), MATRIX)
+        later, *_ = operand_slices(spec((0, 4), (0, 2), kind="attention", step=2))
+        cache.add(later, asyncio.get_running_loop().create_future())
         assert list(cache.held) == [later]
         assert cache.bytes == 0
 
