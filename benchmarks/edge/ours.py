@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,7 +31,8 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
     """One of our systems on one setting."""
     module = setting.llama.module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
-    with LocalFleet(setting.fleet, shaping=shaping) as local, local.get_client() as client:
+    checking = "trust" if system == "cleave-trust" else "always"
+    with _told(verify=checking), LocalFleet(setting.fleet, shaping=shaping) as local, local.get_client() as client:
         names = [device.name for device in setting.fleet.devices]
         before = {name: memory.resident(pid) for name, pid in local.pids.items()}
         for pid in local.pids.values():
@@ -59,6 +64,14 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
                 spent=spent(last, seen.seconds[-1]),
                 note=_note(trainer, last, seen.seconds[-1], local.shaping),
             )
+
+
+@contextmanager
+def _told(**settings: str) -> Iterator[None]:
+    """Processes that start meanwhile have these settings."""
+    told = {f"DASK_CLEAVE__{name.upper()}": value for name, value in settings.items()}
+    with patch.dict(os.environ, told):
+        yield
 
 
 def _planner(system: str) -> Planner:

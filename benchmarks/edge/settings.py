@@ -24,7 +24,7 @@ TINY = Llama(hidden=64, intermediate=128, layers=4, heads=8, vocabulary=256, bat
 """SMALL is what systems are compared with; a layer of WIDE is too much for some; TINY is for a quick look."""
 
 OURS = ("cleave", "cleave-bf16")
-OTHER_PLANS = ("cleave-head", "cleave-even")
+VARIANTS = ("cleave-head", "cleave-even", "cleave-trust")
 PIPELINES = ("gpipe", "1f1b", "data-pipeline")
 SHARDED = ("ddp", "ddp-bf16", "fsdp", "tensor")
 OTHERS = ("dask-blocks", "dask-grid", "dask-rows", "hivemind")
@@ -81,21 +81,21 @@ SETTINGS = {
             "8 devices, 100/10 Mbit/s",
             fleet([(100, 10)] * 8),
             SMALL,
-            (*ALONE, *OURS, *OTHER_PLANS, *PIPELINES, *SHARDED, *OTHERS),
+            (*ALONE, *OURS, *VARIANTS, *PIPELINES, *SHARDED, *OTHERS),
         ),
         Setting(
             "even-8",
             "8 devices, 100/100 Mbit/s",
             fleet([(100, 100)] * 8),
             SMALL,
-            (*ALONE, *OURS, *OTHER_PLANS, *PIPELINES, *SHARDED, *OTHERS),
+            (*ALONE, *OURS, *VARIANTS, *PIPELINES, *SHARDED, *OTHERS),
         ),
         Setting(
             "mixed-8",
             "8 devices, two each of 200/20, 100/10, 50/5 and 20/4 Mbit/s",
             fleet(UNEVEN),
             SMALL,
-            (*OURS, *OTHER_PLANS, *PIPELINES, *SHARDED, *OTHERS),
+            (*OURS, *VARIANTS, *PIPELINES, *SHARDED, *OTHERS),
         ),
         Setting("edge-16", "16 devices, 100/10 Mbit/s", fleet([(100, 10)] * 16), SMALL, (*OURS, *PIPELINES, *SHARDED)),
         Setting("edge-32", "32 devices, 100/10 Mbit/s", fleet([(100, 10)] * 32), SMALL, (*OURS, *PIPELINES, *SHARDED)),

@@ -74,6 +74,7 @@ def systems(shaping: Shaping = "namespaces") -> Mapping[str, System]:
         "cleave-bf16": "cleave_dask, bf16 on the wire",
         "cleave-head": "cleave_dask, fp32, head by vocabulary",
         "cleave-even": "cleave_dask, even tiles",
+        "cleave-trust": "cleave_dask, fp32, few tiles checked",
     }
     return {
         "alone": System("one process alone", alone),
