@@ -123,6 +123,7 @@ def test_the_report_shows_losers_and_failures_and_keeps_the_rest_of_the_document
     setting = SETTINGS["edge-8"]
     made = [
         Row("edge-8", "cleave", 30.0, 3, losses=(8.4,), down=(1e6,), up=(2e6,), plan_seconds=25.0, bound_seconds=20.0),
+        Row("edge-8", "cleave-trust", 29.4, 3, losses=(8.4,)),
         Row("edge-8", "ddp", 60.0, 1, warm=False, losses=(9.4,)),
         Row.failed("edge-8", "fsdp", "RuntimeError: no memory"),
     ]
@@ -132,6 +133,7 @@ def test_the_report_shows_losers_and_failures_and_keeps_the_rest_of_the_document
     assert "1, cold" in text
     assert "DIFFERS" in text
     assert "- FSDP2: RuntimeError: no memory" in text
+    assert "- checking every tile instead of few: 2.0% of a step's seconds" in text
     document = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
     assert report.written(document, report.section(["new"])) == (
         f"before\n{report.BEGIN}\n\nnew\n{report.END}\nafter\n"
