@@ -14,6 +14,7 @@ from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import ClusterError, InputError
 from cleave_dask.fleet.devices import Fleet, Server
+from cleave_dask.resources import expect
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,15 @@ def _measured_facts(client: Client) -> dict[str, Any]:
         sleep(0.1)
 
 
+def check_client(client: object) -> None:
+    """Refuse what is no client, such as the cluster itself."""
+    remedy = "give a Dask client: Client(address), or fleet.get_client() of a LocalFleet"
+    expect(client, Client, what="the client", remedy=remedy)
+
+
 def facts_of(client: Client) -> dict[str, Any]:
     """What the scheduler's plugin says of the cluster."""
+    check_client(client)
     if client.asynchronous:
         raise InputError(
             "this client is asynchronous, and its event loop would stand still; use cd.AsyncTrainer, or for anything "

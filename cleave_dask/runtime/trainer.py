@@ -42,11 +42,12 @@ from cleave_dask.planning.adapting import Planner as Planner  # part of the trai
 from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
+from cleave_dask.resources import expect, shown
 from cleave_dask.runtime.calling import ask
 from cleave_dask.runtime.cluster import facts_of, how_to_join, inspect
 from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
-from cleave_dask.runtime.optimizers import pack
+from cleave_dask.runtime.optimizers import check_kind, pack
 from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
@@ -86,8 +87,12 @@ class Trainer:
         replan: bool = True,
         wire: str | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise InputError(f"accumulate is {accumulate}; give the number of micro-batches of a step, 1 or more")
+        expect(module, torch.nn.Module, what="the module", remedy="give an instance of torch.nn.Module")
+        check_kind(optimizer)
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise InputError(
+                f"accumulate is {shown(accumulate)}; give the number of micro-batches of a step, 1 or more"
+            )
         check_wire(wire)
         self.client = client
         self.checkpoint = Path(checkpoint).absolute() if checkpoint is not None else None
