@@ -30,7 +30,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from cleave_dask.errors import FleetError
+from cleave_dask.errors import ClusterError, FleetError
 from cleave_dask.fleet.units import Dimension, parse, require, require_count
 from cleave_dask.formatting import duration, html_table, quantity
 from cleave_dask.resources import expect, graphs_folder, nearest, read_toml, shown
@@ -177,6 +177,8 @@ class Fleet:
         """The fleet behind a Dask client, as its devices described themselves when they joined."""
         if not hasattr(client, "scheduler_info"):
             raise FleetError(f"{shown(client)} is no Dask client; give one, such as cluster.get_client()")
+        if getattr(client, "status", None) in ("closing", "closed"):
+            raise ClusterError("this client is closed, or its cluster is; connect another one: Client(address)")
         if client.asynchronous:  # it knows a few workers only, without being awaited
             raise FleetError("this client is asynchronous; ask with Client(address, asynchronous=False), in a thread")
         workers: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]

@@ -77,10 +77,20 @@ def _measured_facts(client: Client) -> dict[str, Any]:
         sleep(0.1)
 
 
-def check_client(client: object) -> None:
-    """Refuse what is no client, such as the cluster itself."""
+def check_client(client: Client) -> None:
+    """Refuse what is no client, such as the cluster itself, and one that is closed."""
     remedy = "give a Dask client: Client(address), or fleet.get_client() of a LocalFleet"
     expect(client, Client, what="the client", remedy=remedy)
+    if is_closed(client):
+        raise ClusterError(
+            "this client is closed, or its cluster is; connect another one, build a new Trainer with it, and if there "
+            "is a checkpoint, resume() from it"
+        )
+
+
+def is_closed(client: Client) -> bool:
+    """Whether a client, or the cluster that it came from, has been closed."""
+    return client.status in ("closing", "closed")
 
 
 def facts_of(client: Client) -> dict[str, Any]:

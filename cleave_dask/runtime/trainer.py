@@ -44,7 +44,7 @@ from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
 from cleave_dask.resources import expect, shown
 from cleave_dask.runtime.calling import ask
-from cleave_dask.runtime.cluster import facts_of, how_to_join, inspect
+from cleave_dask.runtime.cluster import check_client, facts_of, how_to_join, inspect, is_closed
 from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
 from cleave_dask.runtime.optimizers import check_kind, pack
@@ -108,6 +108,7 @@ class Trainer:
         self._lowered: Lowered | None = None
         self._detour = False  # whether it runs on the grid of one that was interrupted, not on the trainer's own
         self._passes = 0
+        self._closed = False
         self._deserted = False  # whether the user was told that no device is left
         self._trace, self._traced = Trace.of(()), 0  # rows fetched so far, and the next to ask for
         self._run = uuid4().hex[:12]
@@ -258,8 +259,10 @@ class Trainer:
         return step
 
     def close(self) -> None:
-        """Free the server of this run's weights."""
-        self._call("cleave_close")
+        """Free the server of this run's weights; it frees itself of those whose client is closed."""
+        if not self._closed and not is_closed(self.client):
+            self._call("cleave_close")
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -332,6 +335,9 @@ class Trainer:
 
     def _call(self, call: str, **kwargs: Any) -> Any:
         """A call of the server's, for this run."""
+        if self._closed:
+            raise ClusterError("this trainer is closed; build a new one; if there is a checkpoint, resume() from it")
+        check_client(self.client)
         try:
             return self.client.sync(ask, self.client, self._cluster.server, call, {"run": self._run, **kwargs})
         except OSError as error:

@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed import Client
 from distributed.core import rpc
 
 from cleave_dask.errors import FleetError, InputError
@@ -51,12 +50,9 @@ class HollowFleet(ServedCluster):
         """Process id of all devices together."""
         return self.pid(_HOST)
 
-    def get_client(self) -> Client:
-        """A client of this fleet."""
-        return Client(self)
-
     def remove(self, name: str) -> None:
         """Let a device leave for good."""
+        self.check_open()
         wait: Any = self.sync
         wait(self._remove, self.fleet.device(name).name)
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 from cleave_dask.errors import ClusterError, FleetError, InputError
@@ -129,13 +128,10 @@ class LocalFleet(ServedCluster):
     @contextmanager
     def under(self, churn: Churn) -> Iterator[Counter[Kind]]:
         """Let churn happen to the device processes while the block runs; yields the count of what has happened."""
+        self.check_open()
         player = Player(self, churn)
         with player:
             yield player.happened
-
-    def get_client(self) -> Client:
-        """A client of this fleet."""
-        return Client(self)
 
 
 def _chosen(shaping: Shaping) -> Shaping:
