@@ -6,6 +6,8 @@ import os
 import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,20 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def expect(
+    value: object, kind: type | tuple[type, ...], *, what: str, remedy: str, error: type[InputError] = InputError
+) -> None:
+    """Refuse a value of another kind: "the fleet is []; give a Fleet"."""
+    if not isinstance(value, kind):
+        raise error(f"{what} is {shown(value)}; {remedy}")
+
+
+def is_number(value: object, *, least: float, most: float = inf) -> bool:
+    """Whether a value is a finite number, from `least` on and below `most`."""
+    number: Any = value
+    return isinstance(value, Real) and bool(least <= number < most)
+
+
 def nearest(given: str, known: Iterable[str]) -> str:
     """A hint for a misspelled word: "did you mean 'hidden'? valid: 'ffn', 'hidden', ..."."""
     words = sorted(known)
@@ -53,7 +69,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 def _find(given: str | os.PathLike[str], shipped: Path, error: type[InputError]) -> Path:
     """The file of that path, or else the shipped one of that bare name."""
-    text = os.fspath(given)
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise error(f"{shown(given)} is not the name of a file; give a path or one of the names in {shipped}")
     candidates = [text]

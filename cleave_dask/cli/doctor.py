@@ -23,6 +23,8 @@ def doctor(ctx: click.Context, scheduler: str | None, as_json: bool) -> None:
     what it can do is a note.
     """
     quiet_libraries()
+    if scheduler is not None:
+        fleets.parsed(scheduler)
     findings = checkup.check_machine()
     if scheduler is not None:
         findings.append(checkup.look(f"scheduler {scheduler}", lambda: _fleet(scheduler)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -122,16 +123,9 @@ def probe(address: str) -> None:
     Dask's own client would try an address without listener for its whole timeout, and wait without end for the
     greeting of a listener that says nothing.
     """
-    from distributed.comm.addressing import parse_address, parse_host_port
-
     from cleave_dask import config
 
-    try:
-        scheme, place = parse_address(address)
-        host, port = parse_host_port(place, SCHEDULER_PORT)
-        where = (host, int(port))
-    except ValueError as error:
-        raise InputError(f"--scheduler is {address!r}, which is no address; {_EXAMPLE}") from error
+    scheme, where = parsed(address)
     try:
         with socket.create_connection(where, timeout=config.seconds("timeouts.server")) as connection:
             greeted = scheme != "tcp" or _greets(connection)  # over TLS it is the client who speaks first
@@ -142,6 +136,21 @@ def probe(address: str) -> None:
         ) from error
     if not greeted:
         raise ClusterError(_not_dask(address))
+
+
+def parsed(address: str) -> tuple[str, tuple[str, int]]:
+    """The protocol, host and port of a scheduler's address; an InputError if it is none."""
+    from distributed.comm.addressing import parse_address, parse_host_port
+
+    try:
+        scheme, place = parse_address(address)
+        host, port = parse_host_port(place, SCHEDULER_PORT)
+        where = (host, int(port))
+        if scheme not in ("tcp", "tls") or not 0 < where[1] <= 65535 or not re.fullmatch(r"[^\s/@?#]+", host):
+            raise ValueError(address)
+    except ValueError as error:
+        raise InputError(f"--scheduler is {address!r}, which is no address; {_EXAMPLE}") from error
+    return scheme, where
 
 
 def _greets(connection: socket.socket) -> bool:

@@ -65,9 +65,9 @@ def serve(
 ) -> None:
     """Start scheduler and server for a real fleet.
 
-    Devices can join until Ctrl-C. The server keeps weights, optimizer state and activations; devices only multiply.
-    Where other machines can reach it, everything is encrypted: the first start makes an authority and keys, and every
-    start prints a line with a token by which devices join.
+    Devices can join until Ctrl-C or SIGTERM, after which it ends with exit code 0. The server keeps weights, optimizer
+    state and activations; devices only multiply. Where other machines can reach it, everything is encrypted: the first
+    start makes an authority and keys, and every start prints a line with a token by which devices join.
     """
     dashboard = dashboard_address or "127.0.0.1:8787"
     secured = _secured(host, tls, dashboard)
@@ -86,12 +86,12 @@ def serve(
         lines = _lines(cluster)
         if folder is None:
             _introduce(lines, as_json=as_json)
-            _watch(cluster, say)
+            _serve(cluster, say)
             return
         chosen = join_port if join_port is not None else (0 if port == 0 else JOIN_PORT)
         with joining(cluster, folder, host, chosen) as token:
             _introduce({**lines, **token}, as_json=as_json)
-            _watch(cluster, say)
+            _serve(cluster, say)
 
 
 def _secured(host: str, tls: bool | None, dashboard: str) -> bool:
@@ -154,6 +154,14 @@ def _introduce(lines: dict[str, str], *, as_json: bool) -> None:
     click.echo(f"on each device: {lines['device']}")
     click.echo(f"to train:       {lines['train']}")
     click.echo("Ctrl-C ends it all; checkpoints stay.")
+
+
+def _serve(cluster: ServedCluster, say: Callable[[str], None]) -> None:
+    """Serve until a signal says that it is enough: that is how this command is meant to end, so its exit code is 0."""
+    try:
+        _watch(cluster, say)
+    except KeyboardInterrupt:
+        say("stopping scheduler and server")
 
 
 def _watch(cluster: ServedCluster, say: Callable[[str], None]) -> None:

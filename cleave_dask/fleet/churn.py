@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import StringIO
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Literal, Self, cast, get_args
@@ -26,7 +27,7 @@ from cleave_dask.errors import InputError
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.fleet.units import parse
 from cleave_dask.formatting import html_table
-from cleave_dask.resources import nearest, shown
+from cleave_dask.resources import expect, is_number, nearest, shown
 
 Kind = Literal["leave", "join", "stall", "resume", "slow", "recover", "down", "up"]
 
@@ -62,14 +63,16 @@ class Churn:
     events: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
-        for event in self.events:
+        expect(self.events, Iterable, what="the events of churn", remedy="give a list of Event")
+        for event in (events := tuple(self.events)):
+            expect(event, Event, what="an event of churn", remedy="give Event(seconds, device, kind)")
             if event.kind not in get_args(Kind):
                 raise InputError(f"churn knows no {event.kind!r}; use one of {', '.join(get_args(Kind))}")
-            if not event.seconds >= 0 or not event.factor >= 1:
+            if not 0 <= event.seconds < inf or not 1 <= event.factor < inf:
                 raise InputError(f"{event}: time starts at 0, and a slow device is slower by a factor of 1 or more")
-            if event.kind in LINKS and not 0 < event.bandwidth < float("inf"):
+            if event.kind in LINKS and not 0 < event.bandwidth < inf:
                 raise InputError(f"{event}: give the link's new bandwidth, in bytes per second above zero")
-        object.__setattr__(self, "events", tuple(sorted(self.events)))
+        object.__setattr__(self, "events", tuple(sorted(events)))
 
     @classmethod
     def sample(
@@ -86,8 +89,14 @@ class Churn:
 
         Seven in ten leave, two stall, one becomes `factor` times slower; each is undone after some `away` seconds.
         """
-        if not rate >= 0:
-            raise InputError(f"a churn rate of {rate}; give mishaps per device and hour, 0 or more")
+        expect(fleet, Fleet, what="the fleet", remedy="give a Fleet, such as Fleet.load('lab-8')")
+        expect(seed, int, what="the seed", remedy="give a whole number")
+        check_rate(rate)
+        for name, value in (("seconds", seconds), ("away", away)):
+            if not is_number(value, least=0) or value == 0:
+                raise InputError(f"{name} of churn is {shown(value)}; give a finite number of seconds above zero")
+        if not is_number(factor, least=1):
+            raise InputError(f"the factor of churn is {shown(factor)}; give how many times slower, 1 or more")
         chance = Random(seed)
         events: list[Event] = []
         for device in fleet.devices:
@@ -106,6 +115,7 @@ class Churn:
 
         An InputError names the file, the line and the remedy.
         """
+        expect(path, (str, os.PathLike), what="the file of churn", remedy="give the path of a CSV file")
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
@@ -136,6 +146,18 @@ class Churn:
     def _repr_html_(self) -> str:
         rows: Iterable[tuple[str, int]] = [(kind, self.count(kind)) for kind in get_args(Kind)]
         return html_table(("event", "count"), list(rows), caption=f"Churn: {len(self)} events")
+
+
+def check_churn(churn: object) -> None:
+    """Refuse what is neither churn nor None, such as a rate of it."""
+    if churn is not None:
+        expect(churn, Churn, what="churn", remedy="give a Churn, such as Churn.sample(fleet, 0.1)")
+
+
+def check_rate(rate: object) -> None:
+    """Refuse what cannot be a rate of churn."""
+    if not is_number(rate, least=0):
+        raise InputError(f"a churn rate of {shown(rate)}; give mishaps per device and hour, 0 or more and finite")
 
 
 def _read_events(text: str, file: str, known: set[str] | None) -> Iterator[Event]:

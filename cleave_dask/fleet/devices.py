@@ -30,10 +30,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from cleave_dask.errors import FleetError
+from cleave_dask.errors import ClusterError, FleetError
 from cleave_dask.fleet.units import Dimension, parse, require, require_count
 from cleave_dask.formatting import duration, html_table, quantity
-from cleave_dask.resources import graphs_folder, nearest, read_toml, shown
+from cleave_dask.resources import expect, graphs_folder, nearest, read_toml, shown
 
 MAX_DEVICES = 100_000
 """No fleet is larger: what is beyond is a slip of the keyboard, and would only fill the memory."""
@@ -118,7 +118,10 @@ class Fleet:
     def __post_init__(self) -> None:
         if not isinstance(self.server, Server):
             raise FleetError(f"a fleet's server is {shown(self.server)}; give a Server()")
+        expect(self.devices, Iterable, what="a fleet's devices", remedy="give a list of Device", error=FleetError)
         object.__setattr__(self, "devices", tuple(self.devices))
+        for device in self.devices:
+            expect(device, Device, what="a device of a fleet", remedy="give a Device", error=FleetError)
         if not self.devices:
             raise FleetError("a fleet has 0 devices; give it at least one, for example with a [[device]] table")
         _check_number(len(self.devices))
@@ -172,6 +175,10 @@ class Fleet:
     @classmethod
     def from_cluster(cls, client: Any) -> Self:
         """The fleet behind a Dask client, as its devices described themselves when they joined."""
+        if not hasattr(client, "scheduler_info"):
+            raise FleetError(f"{shown(client)} is no Dask client; give one, such as cluster.get_client()")
+        if getattr(client, "status", None) in ("closing", "closed"):
+            raise ClusterError("this client is closed, or its cluster is; connect another one: Client(address)")
         if client.asynchronous:  # it knows a few workers only, without being awaited
             raise FleetError("this client is asynchronous; ask with Client(address, asynchronous=False), in a thread")
         workers: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
@@ -186,7 +193,7 @@ class Fleet:
         """The device of that name."""
         try:
             return self.devices[self._positions[name]]
-        except KeyError:
+        except (KeyError, TypeError):  # a name, or something that cannot be one
             known = (device.name for device in self.devices[:20])
             raise FleetError(f"no device is called {shown(name)}; {nearest(str(name), known)}") from None
 

@@ -23,6 +23,7 @@ from cleave_dask.graph.capture_trace import trace
 from cleave_dask.graph.ir import StepGraph
 from cleave_dask.graph.merging import merge
 from cleave_dask.graph.simplifying import simplify
+from cleave_dask.resources import expect
 
 __all__ = ["capture", "flatten_batch"]
 
@@ -36,6 +37,8 @@ def capture(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> StepGraph:
     the batch; everything else is part of the step. Nothing is computed and no memory is taken for weights: the module
     and the batch may as well be on the meta device or fake. The module is left as it was.
     """
+    remedy = "give an instance of torch.nn.Module; cd.with_loss joins a module and its criterion"
+    expect(module, torch.nn.Module, what="what to capture", remedy=remedy, error=CaptureError)
     if not any(param.requires_grad for param in module.parameters()):
         raise CaptureError(f"{type(module).__name__} has no parameter to train: give it one that requires a gradient")
     leaves = batch_leaves(args, kwargs)

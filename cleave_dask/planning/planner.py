@@ -8,8 +8,10 @@ travelled. `pricing` says what the step then takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,6 +30,7 @@ from cleave_dask.planning.pricing import priced
 from cleave_dask.planning.sharing import share
 from cleave_dask.planning.tiling import tile_gemm
 from cleave_dask.planning.values import Plan
+from cleave_dask.resources import expect, is_number, shown
 
 __all__ = ["ALIGN", "MIN_FLOPS", "Grid", "Tiling", "cut", "plan"]
 
@@ -65,12 +68,8 @@ def plan(
     samples, so it must be asked for. The plan's `graph` is the step as it is planned, whose gemms have the names and
     cuboids of those of the step that was given.
     """
-    if tiling not in get_args(Tiling):
-        raise PlanError(f"tiling is {tiling!r}; choose one of {', '.join(map(repr, get_args(Tiling)))}")
-    for gemm in graph.gemms:
-        if min(gemm.m, gemm.n, gemm.k) < 1 or gemm.flops <= 0:
-            size = f"{gemm.m} x {gemm.n} x {gemm.k}"
-            raise PlanError(f"gemm '{gemm.name}' is {size} with {gemm.flops:g} flop: give every extent at least 1")
+    check_arguments(graph, fleet)
+    _check_options(tiling, min_flops, grid)
     known: dict[tuple[Shape, bool], Layout] = {}  # what both forms of the step have in common is tiled once
     make = partial(
         _plan,
@@ -94,6 +93,28 @@ def plan(
         with suppress(HeadError):
             plans.append(make(head))
     return min(plans, key=lambda plan: plan.seconds)
+
+
+def check_arguments(graph: StepGraph, fleet: Fleet) -> None:
+    """A step and a fleet, and every gemm of the step has something to multiply."""
+    expect(graph, StepGraph, what="the step", remedy="give a StepGraph: cd.capture(module, batch)", error=PlanError)
+    expect(fleet, Fleet, what="the fleet", remedy="give a Fleet, such as cd.Fleet.load('lab-8')", error=PlanError)
+    for gemm in graph.gemms:
+        if min(gemm.m, gemm.n, gemm.k) < 1 or gemm.flops <= 0:
+            size = f"{gemm.m} x {gemm.n} x {gemm.k}"
+            raise PlanError(f"gemm '{gemm.name}' is {size} with {gemm.flops:g} flop: give every extent at least 1")
+
+
+def _check_options(tiling: object, min_flops: object, grid: object) -> None:
+    """Options of a plan that can be."""
+    if tiling not in get_args(Tiling):
+        raise PlanError(f"tiling is {shown(tiling)}; choose one of {', '.join(map(repr, get_args(Tiling)))}")
+    if min_flops != inf and not is_number(min_flops, least=0):
+        raise PlanError(f"min_flops is {shown(min_flops)}; give a number of operations, 0 to send out every gemm")
+    parts = grid if isinstance(grid, Sequence) else ()
+    whole = [part for part in parts if isinstance(part, int | np.integer) and part > 0]
+    if grid is not None and not len(whole) == len(parts) == 3:
+        raise PlanError(f"grid is {shown(grid)}; give the number of parts in (rows, columns, k), each 1 or more")
 
 
 def _plan(

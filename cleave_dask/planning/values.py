@@ -20,7 +20,7 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.formatting import duration, html_bar, html_table, quantity
 from cleave_dask.graph.ir import Range, StepGraph
 from cleave_dask.planning.growing import growing_order
-from cleave_dask.resources import nearest, shown
+from cleave_dask.resources import expect, nearest, shown
 
 Column = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -203,7 +203,7 @@ class Plan:
         """Why this device has the share of work that it has; of "server": what it must hold."""
         if device == "server" and device not in self.reasons:
             return self._holding
-        if device not in self.reasons:
+        if not isinstance(device, str) or device not in self.reasons:
             known = [*list(self.reasons)[:_NAMED], "server"]
             raise PlanError(f"no device of this plan is called {shown(device)}; {nearest(str(device), known)}")
         return self.reasons[device]
@@ -265,3 +265,8 @@ class Plan:
 
 def _equal(one: Column | None, other: Column | None) -> bool:
     return one is other or (one is not None and other is not None and bool(np.array_equal(one, other)))
+
+
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan, such as the graph of a step."""
+    expect(plan, Plan, what="the plan", remedy="give a Plan: cd.plan(graph, fleet)", error=PlanError)

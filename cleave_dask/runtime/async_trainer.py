@@ -17,6 +17,7 @@ import torch
 from distributed import Client
 
 from cleave_dask.errors import InputError
+from cleave_dask.runtime.cluster import check_client
 from cleave_dask.runtime.trainer import Trainer
 
 
@@ -29,6 +30,7 @@ class AsyncTrainer:
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, client: Client, **options: Any
     ) -> None:
+        check_client(client)
         if not client.asynchronous:
             raise InputError("this client is not asynchronous; give it to Trainer, whose calls need no await")
         scheduler: Any = client.scheduler

@@ -14,6 +14,7 @@ from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import ClusterError, InputError
 from cleave_dask.fleet.devices import Fleet, Server
+from cleave_dask.resources import expect
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,25 @@ def _measured_facts(client: Client) -> dict[str, Any]:
         sleep(0.1)
 
 
+def check_client(client: Client) -> None:
+    """Refuse what is no client, such as the cluster itself, and one that is closed."""
+    remedy = "give a Dask client: Client(address), or fleet.get_client() of a LocalFleet"
+    expect(client, Client, what="the client", remedy=remedy)
+    if is_closed(client):
+        raise ClusterError(
+            "this client is closed, or its cluster is; connect another one, build a new Trainer with it, and if there "
+            "is a checkpoint, resume() from it"
+        )
+
+
+def is_closed(client: Client) -> bool:
+    """Whether a client, or the cluster that it came from, has been closed."""
+    return client.status in ("closing", "closed")
+
+
 def facts_of(client: Client) -> dict[str, Any]:
     """What the scheduler's plugin says of the cluster."""
+    check_client(client)
     if client.asynchronous:
         raise InputError(
             "this client is asynchronous, and its event loop would stand still; use cd.AsyncTrainer, or for anything "

@@ -30,6 +30,10 @@ def matmul(a: da.Array, b: da.Array, *, client: Client | None = None, grid: Grid
     (rows, columns, k) instead. Arrays that are not two-dimensional floating point are multiplied by Dask itself.
     """
     a, b = da.asanyarray(a), da.asanyarray(b)
+    if not a.ndim or not b.ndim:
+        raise InputError(
+            f"cannot multiply {a.dtype} of shape {a.shape} by {b.dtype} of shape {b.shape}; give two arrays"
+        )
     dtype = np.result_type(a.dtype, b.dtype)
     if a.ndim != 2 or b.ndim != 2 or dtype.name not in _MULTIPLIED:
         product: da.Array = a @ b

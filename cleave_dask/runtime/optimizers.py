@@ -25,14 +25,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from cleave_dask.errors import CheckpointError, InputError
+from cleave_dask.resources import expect
 from cleave_dask.runtime.store import StoredArray, holder
 
 Names = Mapping[Tensor, str]
 Arrays = dict[str, StoredArray]
 
 
+def check_kind(optimizer: object) -> None:
+    """Refuse what is no optimizer, such as the class of one."""
+    remedy = "give one of torch.optim over module.parameters()"
+    expect(optimizer, Optimizer, what="the optimizer", remedy=remedy)
+
+
 def check(optimizer: Optimizer, names: Names) -> None:
     """Refuse an optimizer that cannot run on the server."""
+    check_kind(optimizer)
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Self
 
+from distributed import Client
+from distributed.core import Status
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import ProcessInterface, SpecCluster
 
 from cleave_dask import config
 from cleave_dask.errors import ClusterError, InputError
+from cleave_dask.resources import nearest, shown
 from cleave_dask.runtime.credentials import ServerFolder
 from cleave_dask.runtime.parent import VARIABLE
 from cleave_dask.runtime.roles import Role
@@ -248,8 +251,25 @@ class ServedCluster(SpecCluster):
         """A worker came or went. Dask would end its process a while later, even one that is just starting again."""
         Cluster._update_worker_status(self, op, msg)
 
+    def __enter__(self) -> Self:
+        self.check_open()
+        super().__enter__()
+        return self
+
+    def check_open(self) -> None:
+        """Raise if this cluster is closed: its processes have ended and cannot be started again."""
+        if self.status in (Status.closing, Status.closed):
+            kind = type(self).__name__
+            raise ClusterError(f"this {kind} is closed and its processes have ended; start another: {kind}(...)")
+
+    def get_client(self) -> Client:
+        """A client of this cluster."""
+        self.check_open()
+        return Client(self)
+
     def restart_worker(self, name: str) -> None:
         """Put a new process in the place of one that has ended."""
+        self.check_open()
         self.sync(self._restart, name)
 
     async def _restart(self, name: str) -> None:
@@ -265,12 +285,16 @@ class ServedCluster(SpecCluster):
 
     def pid(self, name: str) -> int:
         """Process id of a worker of this cluster."""
+        self.check_open()
+        if name not in self.workers:
+            raise InputError(f"no process of this cluster is called {shown(name)}; {nearest(str(name), self.workers)}")
         pid: int = self.workers[name].process.pid
         return pid
 
     @property
     def scheduler_pid(self) -> int:
         """Process id of the scheduler."""
+        self.check_open()
         scheduler: Any = self.scheduler
         pid: int = scheduler.process.pid
         return pid

@@ -42,11 +42,12 @@ from cleave_dask.planning.adapting import Planner as Planner  # part of the trai
 from cleave_dask.planning.calibration import corrected
 from cleave_dask.planning.planner import plan as default_plan
 from cleave_dask.planning.values import Plan
+from cleave_dask.resources import expect, shown
 from cleave_dask.runtime.calling import ask
-from cleave_dask.runtime.cluster import facts_of, how_to_join, inspect
+from cleave_dask.runtime.cluster import check_client, facts_of, how_to_join, inspect, is_closed
 from cleave_dask.runtime.interrupted import Interrupted, better_plan
 from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
-from cleave_dask.runtime.optimizers import pack
+from cleave_dask.runtime.optimizers import check_kind, pack
 from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.runtime.wire import to_wire
 from cleave_dask.runtime.wire_torch import from_wire
@@ -86,8 +87,12 @@ class Trainer:
         replan: bool = True,
         wire: str | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise InputError(f"accumulate is {accumulate}; give the number of micro-batches of a step, 1 or more")
+        expect(module, torch.nn.Module, what="the module", remedy="give an instance of torch.nn.Module")
+        check_kind(optimizer)
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise InputError(
+                f"accumulate is {shown(accumulate)}; give the number of micro-batches of a step, 1 or more"
+            )
         check_wire(wire)
         self.client = client
         self.checkpoint = Path(checkpoint).absolute() if checkpoint is not None else None
@@ -103,6 +108,7 @@ class Trainer:
         self._lowered: Lowered | None = None
         self._detour = False  # whether it runs on the grid of one that was interrupted, not on the trainer's own
         self._passes = 0
+        self._closed = False
         self._deserted = False  # whether the user was told that no device is left
         self._trace, self._traced = Trace.of(()), 0  # rows fetched so far, and the next to ask for
         self._run = uuid4().hex[:12]
@@ -253,8 +259,10 @@ class Trainer:
         return step
 
     def close(self) -> None:
-        """Free the server of this run's weights."""
-        self._call("cleave_close")
+        """Free the server of this run's weights; it frees itself of those whose client is closed."""
+        if not self._closed and not is_closed(self.client):
+            self._call("cleave_close")
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -327,6 +335,9 @@ class Trainer:
 
     def _call(self, call: str, **kwargs: Any) -> Any:
         """A call of the server's, for this run."""
+        if self._closed:
+            raise ClusterError("this trainer is closed; build a new one; if there is a checkpoint, resume() from it")
+        check_client(self.client)
         try:
             return self.client.sync(ask, self.client, self._cluster.server, call, {"run": self._run, **kwargs})
         except OSError as error:

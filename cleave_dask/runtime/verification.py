@@ -56,6 +56,7 @@ from typing import Any, Self
 import numpy as np
 
 from cleave_dask.errors import InputError
+from cleave_dask.resources import shown
 from cleave_dask.runtime.wire import Array, as_array, dtype_name, widen, wire_dtype
 
 VECTORS = 8
@@ -111,7 +112,9 @@ def verify_tile(a: Any, b: Any, c: Any, *, seed: int, dtype: str | None = None) 
     Operands are numpy arrays or torch tensors, matrices or stacks of them. `dtype` is theirs unless given, which
     bfloat16 as uint16 needs. `seed` draws the vectors: a device that knows it beforehand can deceive.
     """
-    name = dtype_name(a) if dtype is None else dtype
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"seed is {shown(seed)}; give a whole number of zero or more")
+    name = dtype_name(a) if dtype is None else str(dtype)
     if name not in PRECISIONS:
         raise InputError(
             f"cannot verify a product of {name}, only of {', '.join(PRECISIONS)}; "

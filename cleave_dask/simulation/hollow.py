@@ -16,11 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed import Client
 from distributed.core import rpc
 
-from cleave_dask.errors import InputError
+from cleave_dask.errors import FleetError, InputError
 from cleave_dask.fleet.devices import Device, Fleet
+from cleave_dask.resources import expect
 from cleave_dask.runtime.processes import ServedCluster, WorkerSpec
 
 _HOST = "hollow-devices"
@@ -32,6 +32,7 @@ class HollowFleet(ServedCluster):
     preload = "cleave_dask.simulation.hollow_server"
 
     def __init__(self, fleet: Fleet, *, dashboard: str | None = None) -> None:
+        expect(fleet, Fleet, what="a hollow fleet", remedy="give a Fleet, such as Fleet.sample(512)", error=FleetError)
         self.fleet = fleet
         names = tuple(device.name for device in fleet.devices)
         rows = [
@@ -49,12 +50,9 @@ class HollowFleet(ServedCluster):
         """Process id of all devices together."""
         return self.pid(_HOST)
 
-    def get_client(self) -> Client:
-        """A client of this fleet."""
-        return Client(self)
-
     def remove(self, name: str) -> None:
         """Let a device leave for good."""
+        self.check_open()
         wait: Any = self.sync
         wait(self._remove, self.fleet.device(name).name)
 

@@ -14,14 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
-from cleave_dask.errors import ClusterError, FleetError
+from cleave_dask.errors import ClusterError, FleetError, InputError
 from cleave_dask.fleet.churn import Churn, Kind
 from cleave_dask.fleet.devices import WORKER_DEFAULTS, Device, Fleet, Link, Server
+from cleave_dask.fleet.units import require_count
+from cleave_dask.resources import nearest, shown
 from cleave_dask.runtime.processes import HERE, Place, ServedCluster, WorkerSpec
 from cleave_dask.simulation.network import PAYLOAD, Network
 from cleave_dask.simulation.playing import Player
@@ -70,6 +71,11 @@ class LocalFleet(ServedCluster):
         dashboard: str | None = None,
         processes: int | None = None,
     ) -> None:
+        if isinstance(fleet, bool) or not isinstance(fleet, (int, Fleet)):
+            raise FleetError(f"a local fleet of {shown(fleet)}; give a number of devices, or a Fleet.load('lab-8')")
+        require_count(cores, field="cores of a device")
+        if shaping not in get_args(Shaping):
+            raise InputError(f"shaping is {shown(shaping)}; {nearest(str(shaping), get_args(Shaping))}")
         self.fleet = _equal_devices(fleet) if isinstance(fleet, int) else fleet
         self.shaping: Shaping | None = None if isinstance(fleet, int) else _chosen(shaping)
         self.network = Network(self.fleet) if self.shaping == "namespaces" else None
@@ -89,8 +95,8 @@ class LocalFleet(ServedCluster):
                 for device in self.fleet.devices
             }
             place = self._place()
-            shown = dashboard or f"{place.host}:0"
-            super().__init__(workers, place=place, dashboard=shown, name="LocalFleet", processes=processes)
+            page = dashboard or f"{place.host}:0"
+            super().__init__(workers, place=place, dashboard=page, name="LocalFleet", processes=processes)
         except BaseException:
             self._end_network()
             raise
@@ -122,13 +128,10 @@ class LocalFleet(ServedCluster):
     @contextmanager
     def under(self, churn: Churn) -> Iterator[Counter[Kind]]:
         """Let churn happen to the device processes while the block runs; yields the count of what has happened."""
+        self.check_open()
         player = Player(self, churn)
         with player:
             yield player.happened
-
-    def get_client(self) -> Client:
-        """A client of this fleet."""
-        return Client(self)
 
 
 def _chosen(shaping: Shaping) -> Shaping:

@@ -17,12 +17,12 @@ from heapq import heappop, heappush
 from typing import Any
 
 from cleave_dask.errors import InputError, StepError
-from cleave_dask.fleet.churn import Churn, Event
+from cleave_dask.fleet.churn import Churn, Event, check_churn
 from cleave_dask.graph.ir import ITEMSIZE, Gemm
 from cleave_dask.planning.cost import Shape
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.mending import mends
-from cleave_dask.planning.values import Plan, Tiles
+from cleave_dask.planning.values import Plan, Tiles, check_plan
 from cleave_dask.runtime.rounds import Schedule, followers, schedule
 from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.simulation.collecting import without_collecting
@@ -50,6 +50,8 @@ def simulate(plan: Plan, churn: Churn | None = None, *, costs: Costs = MEASURED)
 
     Of a plan with more than a million tiles it has a row per run of tiles that came down together.
     """
+    check_plan(plan)
+    check_churn(churn)
     return Simulator(plan, churn, costs=costs).run()
 
 

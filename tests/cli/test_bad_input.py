@@ -25,6 +25,21 @@ from tests.cli.calling import RECIPE, run
         (("train", "tiny-llama", "--fleet", "home-1024"), "1,024 devices"),
         (("train", "tiny-llama", "--scheduler", "tcp://[::1"), "give an address such as"),
         (("train", "tiny-llama", "--scheduler", "127.0.0.1:port"), "give an address such as"),
+        *(
+            (("devices", "--scheduler", address), "which is no address; give an address such as tcp://")
+            for address in (
+                "",
+                "tcp://",
+                "tcp://:8786",
+                "no address",
+                "foo://a:1",
+                "a:99999",
+                "a:-1",
+                "a:0",
+                "tcp://a/b:1",
+            )
+        ),
+        (("doctor", "--scheduler", "no address"), "which is no address"),
         (("devices", "--scheduler", "127.0.0.1:port"), "'127.0.0.1:port', which is no address; give"),
         (("serve", "--host", "203.0.113.7", "--port", "0"), "give a --host that is this machine's"),
         (("join", "https://127.0.0.1:1", "x"), "this is no token; copy the whole line"),

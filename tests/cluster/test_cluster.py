@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ import pytest
 import torch
 from distributed import Client, LocalCluster
 
-from cleave_dask.errors import ClusterError
+from cleave_dask.errors import ClusterError, InputError
+from cleave_dask.fleet.churn import Churn
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import inspect
@@ -125,6 +126,46 @@ def test_slices_come_once_and_a_server_that_dies_is_an_error_not_a_hang() -> Non
         wait_for(client, fleet.server_name, present=False)
         with pytest.raises(ClusterError, match="no server has joined"):
             Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client)
+
+
+def test_what_is_closed_says_so(tmp_path: Path) -> None:
+    """A trainer, its client or its fleet: whatever is asked of it, and closing it once more does no harm."""
+    module = models.llama()
+
+    def build(client: Client) -> Trainer:
+        return Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), client, checkpoint=tmp_path)
+
+    def check(trainer: Trainer, what: str) -> None:
+        calls: list[Callable[[], object]] = [trainer.save, trainer.resume, trainer.state_dict, lambda: trainer.trace]
+        calls.append(lambda: trainer.step(**models.tokens()))
+        for call in calls:
+            with pytest.raises(ClusterError, match=rf"this {what} is closed.*resume\(\) from it"):
+                call()
+        trainer.close()
+
+    local = LocalFleet(1)
+    with local.get_client() as client:
+        first, second = build(client), build(client)
+        first.step(**models.tokens())
+        first.close()
+        check(first, "trainer")
+    check(second, "client")
+    for refused in (build, Fleet.from_cluster):
+        with pytest.raises(ClusterError, match="this client is closed"):
+            refused(client)
+    with local.get_client() as client:
+        third = build(client)
+        with pytest.raises(InputError, match=r"no process .* is called 'device-1'; did you mean 'device-0'"):
+            local.pid("device-1")
+        local.close()
+        check(third, "client")
+    calls: list[Callable[[], object]] = [local.get_client, local.__enter__, lambda: local.server_pid]
+    calls += [lambda: local.scheduler_pid, lambda: local.pid("device-0"), lambda: local.restart("device-0")]
+    for call in (*calls, local.under(Churn()).__enter__):
+        with pytest.raises(ClusterError, match=r"this LocalFleet is closed .*start another: LocalFleet\(...\)"):
+            call()
+    assert local.pids == {}
+    local.close()
 
 
 def test_a_device_that_starts_again_is_not_taken_for_the_one_that_was_lost() -> None:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable
 
 from cleave_dask.errors import InputError, PlanError
+from cleave_dask.fleet.churn import check_rate
 from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.ir import StepGraph
-from cleave_dask.planning.planner import Tiling
+from cleave_dask.planning.planner import Tiling, check_arguments
 from cleave_dask.resources import nearest, shown
 from cleave_dask.simulation.baselines.cloud import GPUS, price_cloud, price_offload
 from cleave_dask.simulation.baselines.data_parallel import price_ddp, price_fsdp
@@ -53,8 +54,9 @@ def compare(
     which takes minutes for a large fleet; under churn that is the only way, and done without being asked. Clouds do
     not churn.
     """
-    if churn is not None and not churn >= 0:
-        raise InputError(f"a churn rate of {churn}; give mishaps per device and hour, 0 or more")
+    check_arguments(graph, fleet)
+    if churn is not None:
+        check_rate(churn)
     names = list(dict.fromkeys(SYSTEMS if systems is None else systems))
     for name in names:
         check_system(name)
