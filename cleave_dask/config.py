@@ -32,7 +32,17 @@ def get(key: str) -> Any:
 
 def whole(key: str) -> int:
     """A setting that is a whole number, 1 or more."""
+    found = whole_or_none(key)
+    if found is None:
+        raise InputError(f"setting 'cleave.{key}' is None; give a whole number, 1 or more")
+    return found
+
+
+def whole_or_none(key: str) -> int | None:
+    """The same of a setting that may be left open."""
     value = get(key)
+    if value is None:
+        return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"setting 'cleave.{key}' is {value!r}; give a whole number, 1 or more")
     return value
@@ -45,6 +55,14 @@ def nbytes(key: str) -> int:
         return int(parse_bytes(value))
     except (AttributeError, TypeError, ValueError):
         raise InputError(f"setting 'cleave.{key}' is {value!r}; give a size such as 256 MB") from None
+
+
+def number(key: str) -> float:
+    """A setting that is a number above zero."""
+    value = get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise InputError(f"setting 'cleave.{key}' is {value!r}; give a number above 0")
+    return float(value)
 
 
 def seconds(key: str) -> float:

@@ -106,6 +106,11 @@ print(config.get("device.window"), config.get("checkpoint.keep"))
         (config.nbytes, "device.cache", "lots", "'cleave.device.cache' is 'lots'"),
         (config.seconds, "timeouts.server", "soon", "'cleave.timeouts.server' is 'soon'"),
         (config.seconds, "timeouts.server", [], "such as 10s"),
+        (config.whole, "server.processes", 1.5, "give a whole number, 1 or more"),
+        (config.whole, "server.shared_cores", None, "is None; give a whole number"),
+        (config.whole_or_none, "server.shared_cores", 0, "give a whole number, 1 or more"),
+        (config.number, "server.pace", "slow", "'cleave.server.pace' is 'slow'; give a number above 0"),
+        (config.number, "server.pace", 0, "give a number above 0"),
     ],
 )
 def test_a_bad_setting_names_the_remedy(read: Callable[[str], object], key: str, value: object, message: str) -> None:

@@ -17,6 +17,7 @@ from benchmarks import memory
 from benchmarks.edge.rows import Row
 from benchmarks.edge.settings import Setting, require_memory
 from benchmarks.edge.timing import LEARNING_RATE, Effort, timed
+from benchmarks.pace import pace
 from benchmarks.trace import row_seconds
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.trace import PARTS, Column, Trace
@@ -32,7 +33,11 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
     module = setting.llama.module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     checking = "trust" if system == "cleave-trust" else "always"
-    with _told(verify=checking), LocalFleet(setting.fleet, shaping=shaping) as local, local.get_client() as client:
+    with (
+        _told(verify=checking, server__pace=f"{pace():.2f}"),
+        LocalFleet(setting.fleet, shaping=shaping) as local,
+        local.get_client() as client,
+    ):
         names = [device.name for device in setting.fleet.devices]
         before = {name: memory.resident(pid) for name, pid in local.pids.items()}
         for pid in local.pids.values():
@@ -89,7 +94,7 @@ def _note(trainer: Trainer, last: Trace, seconds: float, shaping: Shaping | None
     held = "; links held by token buckets, not by the kernel" if shaping == "buckets" else ""
     return (
         f"{len(made.tiles)} tiles, {made.tiling}, {made.binding} binds; "
-        f"CPU of checking tiles {checks:.1%}, of the trace {rows:.2%} of a step{held}"
+        f"CPU of checking tiles {checks:.1%}, of the trace {rows:.2%} of a step; pace {made.fleet.server.pace:g}{held}"
     )
 
 

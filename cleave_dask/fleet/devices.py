@@ -9,6 +9,8 @@ with `dataclasses.replace`. A fleet file is TOML:
     flops = "1 TFLOP/s"
     memory = "64 GB"
     processes = 1           # if its work on each tile shall be counted; left out: as many as it takes
+    pace = 1.0              # times as long as Python takes there, beside where that work was measured
+    shared_cores = 2        # if the devices are emulated on the server's own cores; left out: each has its own
 
     [[device]]
     name = "phone"          # with a count: phone-0001, phone-0002, ...
@@ -33,7 +35,7 @@ import numpy as np
 from cleave_dask.errors import ClusterError, FleetError
 from cleave_dask.fleet.units import Dimension, parse, require, require_count
 from cleave_dask.formatting import duration, html_table, quantity
-from cleave_dask.resources import expect, graphs_folder, nearest, read_toml, shown
+from cleave_dask.resources import expect, graphs_folder, is_number, nearest, read_toml, shown
 
 MAX_DEVICES = 100_000
 """No fleet is larger: what is beyond is a slip of the keyboard, and would only fill the memory."""
@@ -47,6 +49,7 @@ WORKER_DEFAULTS: Mapping[str, float] = {
 }
 """What `Fleet.from_workers` takes for anything that a device has not published; `latency` also of fleet files."""
 
+_SERVER_FACTS = ("processes", "pace", "shared_cores")
 _SERVER_KEYS: dict[str, Dimension] = {"egress": "bytes/s", "ingress": "bytes/s", "flops": "flop/s", "memory": "bytes"}
 _DEVICE_KEYS: dict[str, Dimension] = {
     "flops": "flop/s",
@@ -99,12 +102,23 @@ class Server:
     flops: float = 1e12  # floating point operations per second, for what is not sent out
     memory: float = 64e9  # bytes
     processes: int | None = None  # that work on tiles; None: as many as it takes, so that no plan counts their work
+    pace: float = 1.0  # times as long as Python takes there, beside the machine that its work was measured on
+    shared_cores: int | None = None  # on which all devices run too, as emulated ones do; None: everybody has their own
 
     def __post_init__(self) -> None:
         for key, dimension in _SERVER_KEYS.items():
             require(getattr(self, key), dimension, field=f"the server's {key}")
-        if self.processes is not None:
-            require_count(self.processes, field="the server's processes")
+        for key in ("processes", "shared_cores"):
+            if getattr(self, key) is not None:
+                require_count(getattr(self, key), field=f"the server's {key}")
+        if not is_number(self.pace, least=0.01):
+            raise FleetError(f"the server's pace is {shown(self.pace)}; give a number above 0.01, 2 for half as fast")
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The server of a live fleet, by what it has published of itself."""
+        processes = 1 + len(facts.get("porters", ()))
+        return cls(processes=processes, pace=facts.get("pace", 1.0), shared_cores=facts.get("shared_cores"))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -183,11 +197,9 @@ class Fleet:
             raise FleetError("this client is asynchronous; ask with Client(address, asynchronous=False), in a thread")
         workers: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
         facts = {str(worker["name"]): worker.get("cleave") or {} for worker in workers.values()}
-        processes = 1 + max(
-            (len(fact.get("porters", ())) for fact in facts.values() if fact.get("role") == "server"), default=0
-        )
+        server = next((fact for fact in facts.values() if fact.get("role") == "server"), {})
         devices = {name: fact for name, fact in facts.items() if fact.get("role") == "device"}
-        return cls.from_workers(devices, server=Server(processes=processes))
+        return cls.from_workers(devices, server=Server.from_facts(server))
 
     def device(self, name: str) -> Device:
         """The device of that name."""
@@ -277,13 +289,12 @@ def _read_server(tables: Mapping[str, Any]) -> Server:
     table = tables.get("server", {})
     if not isinstance(table, dict):
         raise FleetError(f"server is {shown(table)}; write it as a [server] table")
-    _check_keys(table, {*_SERVER_KEYS, "processes"}, "[server]")
-    amounts = {
-        key: parse(table[key], dimension, field=f"[server] {key}")
-        for key, dimension in _SERVER_KEYS.items()
-        if key in table
-    }
-    return Server(**amounts, processes=table.get("processes"))
+    _check_keys(table, {*_SERVER_KEYS, *_SERVER_FACTS}, "[server]")
+    given: dict[str, Any] = {key: table[key] for key in _SERVER_FACTS if key in table}
+    for key, dimension in _SERVER_KEYS.items():
+        if key in table:
+            given[key] = parse(table[key], dimension, field=f"[server] {key}")
+    return Server(**given)
 
 
 def _read_devices(tables: Mapping[str, Any]) -> Iterator[Device]:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cleave_dask.fleet.devices import Device, Fleet
+from cleave_dask.fleet.devices import Device, Fleet, Server
 from cleave_dask.graph.ir import ITEMSIZE, LOGITS, Gemm, Range
 from cleave_dask.planning.slices import SIDED
 from cleave_dask.planning.values import Tile
@@ -60,11 +60,33 @@ TILE_SECONDS = 2.2e-3
 BYTE_SECONDS = 2.0e-9
 """Seconds of a server process for each byte that it hands out or takes in."""
 
+SHARED_TILE_SECONDS = 5.3e-3
+"""Seconds of a core for each tile, in server, scheduler and device together: what counts where they share cores."""
+
+SHARED_BYTE_SECONDS = 8.0e-9
+"""The same for each byte that goes down or up, with the kernel's part."""
+
 TILES_UNDER_WAY = 2
 """Tiles that are under way over a link at once, however large."""
 
 FILLER_SHARE = 0.15
 """Of what may be under way at once, what filler may fill: what others wait for finds the rest free."""
+
+
+def work_seconds(server: Server, tiles: float, moved: float) -> dict[str, float]:
+    """Seconds that tiles and the bytes moved for them take processes that are written in Python, by resource.
+
+    The server's own, each of which does a part; and all together, where they share cores. Nothing of a server that does
+    not say how many processes it has.
+    """
+    found = {}
+    if server.processes is not None:
+        found["server"] = server.pace * (TILE_SECONDS * tiles + BYTE_SECONDS * moved) / server.processes
+    if server.shared_cores is not None:
+        together = SHARED_TILE_SECONDS * tiles + SHARED_BYTE_SECONDS * moved
+        found["shared cores"] = server.pace * together / server.shared_cores
+    return found
+
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]

@@ -28,14 +28,13 @@ import numpy as np
 
 from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.cost import (
-    BYTE_SECONDS,
     CONFIRMED,
     MESSAGE_BYTES,
     ROUND_TRIPS,
-    TILE_SECONDS,
     TILES_UNDER_WAY,
     Floats,
     Rates,
+    work_seconds,
 )
 from cleave_dask.planning.layout import Layout
 
@@ -63,12 +62,11 @@ class InStep:
             "server egress": layout.egress_seconds + float(more_down.sum()) / server.egress,
             "server ingress": layout.ingress_seconds + float(more_up.sum()) / server.ingress,
         }
-        if server.processes is not None:
-            moved = layout.down_bytes + layout.up_bytes
-            middle["server"] = (TILE_SECONDS * len(layout.owner) + BYTE_SECONDS * moved) / server.processes
+        work = work_seconds(server, len(layout.owner), layout.down_bytes + layout.up_bytes)
+        middle |= work
         by_devices, slowest = float((layout.finish + later).max()), max(middle, key=lambda name: middle[name])
         last = min(1.0, layout.together * len(here) / len(layout.owner))  # parcels of all devices, which end together
-        seconds = max(by_devices + last * middle.get("server", 0.0), middle[slowest])
+        seconds = max(by_devices + last * max(work.values(), default=0.0), middle[slowest])
         return cls(layout, stages, seconds, slowest if middle[slowest] > by_devices else layout.binding, middle)
 
 

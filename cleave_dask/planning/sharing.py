@@ -21,6 +21,7 @@ from cleave_dask.graph.ir import StepGraph
 from cleave_dask.graph.sharing import Member, families
 from cleave_dask.planning.cost import Floats, Ints, Rates, Shape
 from cleave_dask.planning.layout import Layout, lay_out
+from cleave_dask.planning.tiling import Grain
 
 _KEPT = 0.25
 """Of a device's memory, what slices may fill that stay for later gemms; half of it is for slices in all."""
@@ -48,7 +49,8 @@ def share(
             key = Shape.of(member.gemm), id(forward), member.axes, member.kept
             if key not in known:
                 own = boxes[:, [2 * axis + side for axis in member.axes for side in (0, 1)]]
-                tiles = _cut(key[0], own, forward, rates, filler=member.gemm.role == "dW")
+                grain = Grain.of(len(rates), fleet.server, filler=member.gemm.role == "dW")
+                tiles = _cut(key[0], own, forward, rates, grain, filler=member.gemm.role == "dW")
                 known[key] = lay_out(
                     key[0], *tiles, rates, fleet.server, scheduler_seconds=scheduler_seconds, kept=member.kept
                 )
@@ -103,14 +105,16 @@ def _kept_bytes(boxes: Ints, layout: Layout, family: tuple[Member, ...]) -> Floa
     return np.asarray((rows * ks + ks * cols + slope) * layout.shape.down_bytes)
 
 
-def _cut(shape: Shape, boxes: Ints, forward: Layout, rates: Rates, *, filler: bool) -> tuple[Ints, Ints]:
+def _cut(shape: Shape, boxes: Ints, forward: Layout, rates: Rates, grain: Grain, *, filler: bool) -> tuple[Ints, Ints]:
     """Boxes in strips along their rows, and whose each is."""
     here, size = rates.take(forward.devices), (boxes[:, 1::2] - boxes[:, 0::2]).astype(np.float64)
     results, work = size[:, 0] * size[:, 1] * shape.up_bytes, size.prod(axis=1) * shape.flops / shape.volume
     seconds = np.maximum(results / here.up, work / here.flops)
     if not filler:
         seconds = np.maximum(seconds, size[:, 0] * size[:, 2] * shape.down_bytes / here.down)
-    count = np.clip(np.rint(seconds / _SECONDS), 1, np.minimum(_MOST_TILES, size[:, 0])).astype(np.int64)
+    count = np.clip(
+        np.rint(seconds / max(_SECONDS, 0.0 if filler else grain.shortest)), 1, np.minimum(_MOST_TILES, size[:, 0])
+    ).astype(np.int64)
     box = np.repeat(np.arange(len(boxes)), count)
     place = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
     ranges, rows = boxes[box], size[box, 0].astype(np.int64)

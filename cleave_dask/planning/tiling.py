@@ -24,13 +24,13 @@ from cleave_dask.planning.balancing import Arrangement, Job, balanced, finish_se
 from cleave_dask.planning.capacity import cell_seconds, most
 from cleave_dask.planning.cost import (
     SCHEDULER_SECONDS,
-    TILE_SECONDS,
     Floats,
     Ints,
     Rates,
     Shape,
     resident,
     smallest_bytes,
+    work_seconds,
 )
 from cleave_dask.planning.cutting import cut_boxes
 from cleave_dask.planning.growing import ENDLESS, MOST_STRIPS, best_ratio, fewest_strips, square_seconds
@@ -46,6 +46,7 @@ _AGAIN, _THOROUGH = 2, 4  # times that a packing is balanced again by what its t
 _FOREVER = 1e15  # seconds, thirty million years: nobody waits for such a plan
 _SHRINKS = 2  # of a box that takes too long
 _FILLER = 0.1  # seconds of a tile of filler at least
+_SHARED = 2.0  # times the turn of a tile on shared cores: nothing else of the step goes on meanwhile
 _WORTH = 0.03  # a device with less than this part of the mean share is left out
 
 
@@ -62,12 +63,15 @@ class Grain:
 
         Tiles of filler are as long as a gemm of the critical path may have to wait for them; their overlap is for free.
         Where the server says how many processes it has, tiles are priced as it works on them, on one of every device in
-        turn: the more devices, the fewer tiles for each.
+        turn: the more devices, the fewer tiles for each. Where devices share its cores, all work
+        for a tile counts.
         """
-        if server.processes is None:
+        turn = max(work_seconds(server, devices, 0.0).values(), default=None)
+        if turn is None:
             few = devices <= MANY_DEVICES
             return cls(_FILLER, 0.0) if filler else cls(0.025 if few else 0.0125, 5e-3 if few else 2e-3)
-        turn = devices * TILE_SECONDS / server.processes
+        if server.shared_cores is not None:
+            turn *= _SHARED
         return cls(max(_FILLER, turn), 0.0) if filler else cls(max(0.04, 0.5 * turn), max(0.01, 0.25 * turn))
 
 

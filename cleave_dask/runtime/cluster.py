@@ -21,16 +21,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that can train: the server's address and processes, the devices with what they told of themselves."""
+    """A cluster that can train: the server and the devices, with what they told of themselves."""
 
-    server: str
+    facts: dict[str, Any]  # of the server
     devices: dict[str, dict[str, Any]]
-    processes: int = 1  # of the server
+
+    @property
+    def server(self) -> str:
+        """The server's address."""
+        return str(self.facts["address"])
 
     @property
     def fleet(self) -> Fleet:
         """The devices as they described themselves, and their server."""
-        return Fleet.from_workers(self.devices, server=Server(processes=self.processes))
+        return Fleet.from_workers(self.devices, server=Server.from_facts(self.facts))
 
 
 def inspect(client: Client) -> Cluster:
@@ -54,7 +58,7 @@ def inspect(client: Client) -> Cluster:
         raise ClusterError(_no_devices(sorted(facts["stranger"]), how_to_join(client)))
     (server,) = servers.values()
     _check_version("server", server)
-    return Cluster(server["address"], facts["device"], 1 + len(server.get("porters", ())))
+    return Cluster(server, facts["device"])
 
 
 def _check_version(role: str, facts: dict[str, Any]) -> None:

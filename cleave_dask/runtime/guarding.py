@@ -145,6 +145,18 @@ class _Guarded:
     _closed: bool
     abort: Callable[[], None]
 
+    @property
+    def allow_offload(self) -> bool:
+        """Never: what is large are arrays, which are sent and read as they lie, so a thread would have nothing to do.
+
+        Dask would measure every message, which takes as long as packing it.
+        """
+        return False
+
+    @allow_offload.setter
+    def allow_offload(self, _: bool) -> None:
+        """Dask's own default."""
+
     async def read(self, deserializers: Any = None) -> Any:
         """The next message."""
         if self.conversation is None:

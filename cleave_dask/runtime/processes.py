@@ -18,6 +18,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any, Self
 
+from dask.system import CPU_COUNT
 from distributed import Client
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
@@ -39,6 +40,7 @@ JOINING = 0.5
 _QUIET = {
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
     "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "2s",
+    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
 }
 """Many Dask processes share this machine: monitors that cost 3 % of a core each are slowed down."""
@@ -210,6 +212,8 @@ class ServedCluster(SpecCluster):
         options = ("--nthreads", "1", "--memory-limit", "0", "--preload", self.preload)
         threads = os.cpu_count() or 1
         settings = {**place.settings, "DASK_CLEAVE__SERVER__PROCESSES": str(count)}
+        if workers:  # which share this machine with the server
+            settings["DASK_CLEAVE__SERVER__SHARED_CORES"] = str(CPU_COUNT)
         server = WorkerSpec((*options, *place.options("server")), threads, settings=settings, place=place)
         everyone = {self.server_name: server, **(workers or {})}
         address = {"folder": self.folder, "place": place, "dashboard": dashboard}

@@ -321,6 +321,7 @@ async def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
     try:
         trust, porters = Trust(config.get("verify")), config.whole("server.processes") - 1
+        pace, shared_cores = config.number("server.pace"), config.whole_or_none("server.shared_cores")
         trust.quarantined.update(_ADMISSION.guard.quarantined())
     except CleaveError as error:  # Dask would only log it, and go on as a worker that is no server
         raise SystemExit(f"the server cannot start: {error}") from error
@@ -337,6 +338,8 @@ async def dask_setup(worker: Worker) -> None:
         "version": __version__,
         "flops": flops,
         "cores": CPU_COUNT,
+        "pace": pace,
+        "shared_cores": shared_cores,
         "porters": [] if runtime.porters is None else runtime.porters.addresses,
     }
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.cost import (
     BYTE_SECONDS,
     CONFIRMED,
     LEVEL_SECONDS,
     MESSAGE_BYTES,
     SCHEDULER_SECONDS,
+    SHARED_BYTE_SECONDS,
+    SHARED_TILE_SECONDS,
     TILE_SECONDS,
 )
 
@@ -31,6 +34,16 @@ class Costs:
     byte: float = 0.0  # seconds of the server for each byte that it hands out or takes in
     message: float = 0.0  # bytes of each direction for each tile: questions, answers, what is said of a result
     confirmation: float = 0.0  # bytes of one direction for each byte of the other: TCP's acknowledgements
+
+    def on(self, server: Server) -> Costs:
+        """The same with a server that is slower, or whose cores its devices run on too: then all work is one queue."""
+        if not self.tile:
+            return self
+        tile, byte = self.tile, self.byte
+        if server.shared_cores is not None:
+            tile = max(tile, SHARED_TILE_SECONDS / server.shared_cores)
+            byte = max(byte, SHARED_BYTE_SECONDS / server.shared_cores)
+        return replace(self, tile=server.pace * tile, byte=server.pace * byte)
 
 
 IDEAL = Costs()

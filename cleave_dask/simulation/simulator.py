@@ -60,7 +60,7 @@ class Simulator:
 
     def __init__(self, plan: Plan, churn: Churn | None = None, *, costs: Costs = MEASURED) -> None:
         self.plan, self.graph, self.fleet = plan, plan.graph, plan.fleet
-        self.costs = costs
+        self.costs = costs = costs.on(plan.fleet.server)
         self.by_tile = len(plan.tiles) <= MOST_ROWS
         self.now = 0.0
         self.dispatcher = Dispatcher(WINDOW)

@@ -54,6 +54,9 @@ def test_values_are_frozen_and_copied_with_replace() -> None:
         (lambda: replace(PI, down=1e6), "'pi': down is 1000000.0; give a Link"),  # type: ignore[arg-type]
         (lambda: Server(egress=0.0), "egress is 0.0"),
         (lambda: Server(processes=0), "processes is 0; give a whole number above zero"),
+        (lambda: Server(shared_cores=0), "shared_cores is 0; give a whole number above zero"),
+        (lambda: Server(pace=0.0), "pace is 0.0; give a number above 0.01"),
+        (lambda: Server(pace="slow"), "pace is 'slow'; give a number above 0.01"),  # type: ignore[arg-type]
         (lambda: Fleet(Server(), ()), "0 devices; give it at least one"),
         (lambda: Fleet(Server(), (PI, PI)), "two devices are called 'pi'"),
         (lambda: Fleet(None, (PI,)), "server is None"),  # type: ignore[arg-type]
@@ -139,6 +142,7 @@ def test_a_file_expands_counts_and_fills_in_defaults(tmp_path: Path) -> None:
         ("[sever]\n" + DEVICE, "unknown table 'sever'; did you mean 'server'"),
         ("[server]\negres = 1\n" + DEVICE, r"\[server\] has no key 'egres'; did you mean 'egress'"),
         ("[server]\nprocesses = 1.5\n" + DEVICE, "processes is 1.5; give a whole number above zero"),
+        ("[server]\npace = -1\n" + DEVICE, "pace is -1; give a number above 0.01"),
         ('[server]\negress = "quick"\n' + DEVICE, r"\[server\] egress is 'quick'"),
         (DEVICE + "fflops = 3", "'pi' has no key 'fflops'; did you mean 'flops'"),
         (DEVICE + "count = 0", "count is 0"),
@@ -221,6 +225,12 @@ def test_workers_become_devices_with_defaults_for_what_they_left_out() -> None:
     assert fleet.device("a") == Device("a", 1e9, 2e9, Link(3e6, 0.1), Link(4e5, 0.1))
     assert fleet.device("b").memory == WORKER_DEFAULTS["memory"]
     assert fleet.server == Server(processes=1)
+
+
+def test_a_live_server_is_what_it_has_published() -> None:
+    assert Server.from_facts({}) == Server(processes=1)
+    facts = {"role": "server", "porters": ["tcp://a", "tcp://b"], "pace": 1.5, "shared_cores": 2, "cores": 8}
+    assert Server.from_facts(facts) == Server(processes=3, pace=1.5, shared_cores=2)
 
 
 @pytest.mark.parametrize("info", [{"flops": -1}, {"down": "x"}, {"memory": None}, None, 3, [1]])

@@ -11,11 +11,22 @@ from hypothesis import strategies as st
 
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.graph.ir import Gemm, Operand
-from cleave_dask.planning.cost import BYTE_SECONDS, CONFIRMED, LEVEL_SECONDS, MESSAGE_BYTES, TILE_SECONDS, Rates, Shape
+from cleave_dask.planning.cost import (
+    BYTE_SECONDS,
+    CONFIRMED,
+    LEVEL_SECONDS,
+    MESSAGE_BYTES,
+    SHARED_BYTE_SECONDS,
+    SHARED_TILE_SECONDS,
+    TILE_SECONDS,
+    Rates,
+    Shape,
+)
 from cleave_dask.planning.layout import lay_out
 from cleave_dask.planning.overhead import InStep
 from cleave_dask.planning.planner import plan
 from cleave_dask.planning.tiling import Grain, tile_gemm
+from cleave_dask.simulation.measured import IDEAL, MEASURED, PLANNED
 from cleave_dask.simulation.simulator import simulate
 from tests.strategies import fleets, graph_of, make_gemm
 
@@ -42,6 +53,10 @@ def test_links_carry_words_and_confirmations_beside_the_numbers() -> None:
     assert "server" not in part.middle
     busy = InStep.of(layout, Rates.of(fleet), Server(processes=2))
     assert busy.middle["server"] == pytest.approx((2 * TILE_SECONDS + (down + up) * BYTE_SECONDS) / 2)
+    slow = InStep.of(layout, Rates.of(fleet), Server(processes=2, pace=3.0, shared_cores=4))
+    assert slow.middle["server"] == pytest.approx(3 * busy.middle["server"])
+    together = 2 * SHARED_TILE_SECONDS + (down + up) * SHARED_BYTE_SECONDS
+    assert slow.middle["shared cores"] == pytest.approx(3 * together / 4)
 
 
 @given(fleets(most=5, least_memory=1e8), st.tuples(*[st.integers(1, 2000)] * 3), st.sampled_from([None, 1, 3]))
@@ -119,3 +134,29 @@ def test_a_tile_is_worth_its_turn_of_the_server() -> None:
     assert many == Grain.of(8, Server(processes=1))
     assert (unknown.shortest, unknown.price) < (many.shortest, many.price) < (two.shortest, two.price)
     assert Grain.of(128, Server(processes=1), filler=True).shortest == pytest.approx(turn)
+
+
+def test_a_tile_is_worth_more_where_devices_share_the_servers_cores() -> None:
+    own, shared = Server(processes=1), Server(processes=1, shared_cores=2)
+    assert Grain.of(32, own).price < Grain.of(32, shared).price < Grain.of(32, replace(shared, pace=2.0)).price
+    assert Grain.of(32, replace(own, pace=2.0)) == Grain.of(64, own)
+    assert Grain.of(32, Server(shared_cores=10_000)) == Grain.of(8, own)
+
+
+def test_a_step_on_shared_cores_has_fewer_tiles_and_takes_on_the_simulator_what_is_planned() -> None:
+    chain = chained(*(make_gemm(2048, 384, 1024, name=f"x{n}", level=n + 1) for n in range(8)))
+    own = edge(16)
+    shared = Fleet(Server(processes=1, pace=1.6, shared_cores=2), own.devices)
+    alone, crowded = (plan(graph_of(*chain), fleet) for fleet in (own, shared))
+    assert len(crowded.tiles) < len(alone.tiles)
+    assert crowded.seconds > alone.seconds
+    assert 0.8 <= simulate(crowded).seconds / crowded.seconds <= 1.25
+
+
+def test_the_simulator_counts_work_as_the_server_does_it() -> None:
+    assert MEASURED.on(Server()) == MEASURED
+    assert MEASURED.on(Server(pace=2.0)) == replace(MEASURED, tile=2 * MEASURED.tile, byte=2 * MEASURED.byte)
+    assert MEASURED.on(Server(shared_cores=1)).tile == SHARED_TILE_SECONDS
+    assert MEASURED.on(Server(shared_cores=64)) == MEASURED  # one process of the server is what is slow
+    for costs in (IDEAL, PLANNED):
+        assert costs.on(Server(pace=2.0, shared_cores=1)) == costs
