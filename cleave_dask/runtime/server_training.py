@@ -59,7 +59,7 @@ class Training:
         self.updates = 0  # optimizer updates done
         self.step = _OVER  # the step in flight: one pass over one micro-batch
         self.values: dict[str, Any] = {}
-        self.counters = Counters()
+        self.counters = Counters(1)  # of the step in flight, or of the last one
         self.trace = Recorder()
         self.history = History()
         self.told = 0.0  # when the last event happened that is on disk
@@ -72,7 +72,6 @@ class Training:
         self._readers: dict[str, int] = {}
         self._gatherings: dict[int, Gathering] = {}
         self._checkers: dict[int, Checker] = {}
-        self._unchecked: set[str] = set()  # devices that this update has taken tiles from without a check
         self._distrusted: set[str] = set()  # devices that have sent a wrong tile
         self._start: tuple[bytes, dict[str, torch.Tensor]] = (b"", {})  # random state and buffers before this update
         self._deaths: list[list[set[str]]] = []
@@ -121,9 +120,8 @@ class Training:
         if first:
             if self._losses:
                 self._rewind()
-            self.counters = Counters()
+            self.counters = Counters(self.updates + 1)
             self.began = time()
-            self._unchecked.clear()
             self._start = self.random_state, self._copied_buffers() if self.settings.accumulate > 1 else {}
         self._gatherings, self._checkers = {}, {}
         self.flight.begin(self.lowered, {name: to_wire(tensor) for name, tensor in batch.items()}, self.random_state)
@@ -143,9 +141,8 @@ class Training:
         self._check_step(step)
         start = perf_counter()
         parts, axis = operand_slice(self._job_gemm(job), operand, ranges, self._checker(job).read)
-        with self._lock:
-            self.counters.spent["slice"] += perf_counter() - start
-            self.counters.down_bytes += sum(part.nbytes for part in parts)
+        self.counters.spend("slice", perf_counter() - start)
+        self.counters.sent(sum(part.nbytes for part in parts))
         return parts, axis
 
     def operands(self, step: int, job: int, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
@@ -171,23 +168,22 @@ class Training:
         start = perf_counter()
         gathering = self.gathering(job)
         if not check:
-            self._unchecked.add(attempt.device)  # before its tile can be in any sum
+            self.counters.unchecked.add(attempt.device)  # before its tile can be in any sum
         try:
             fresh = gathering.accept(tile, arrays, partial(self._right, job) if check else None)
         except TileRejected as error:
-            with self._lock:
-                self.counters.rejected += 1
+            self.counters.refused()
             self._note(gathering.gemm, tile, attempt, perf_counter() - start, str(error), arrays)
             raise
         seconds = perf_counter() - start
         if fresh and check:
             self.flight.offer(job, tile, arrays)
         self._note(gathering.gemm, tile, attempt, seconds, ACCEPTED if fresh else DUPLICATE, arrays)
-        with self._lock:
-            self.counters.took(attempt, arrays, seconds, fresh=fresh)
-            if fresh:
-                planned = self.lowered.schedule.jobs[job].tiles[tile]
-                work = tile_flops(self._job_gemm(job), planned), attempt.compute_seconds
+        self.counters.took(attempt, arrays, seconds, fresh=fresh)
+        if fresh:
+            planned = self.lowered.schedule.jobs[job].tiles[tile]
+            work = tile_flops(self._job_gemm(job), planned), attempt.compute_seconds
+            with self._lock:
                 self.calibration.observe(attempt.device, {"flops": work, **attempt.moved})
         return fresh
 
@@ -195,8 +191,7 @@ class Training:
         """Whether a tile is what its operands make."""
         start = thread_time()  # what it costs, not how long it waited for a core
         right = self._checker(job).right(tile, arrays)
-        with self._lock:
-            self.counters.spent["verify"] += thread_time() - start
+        self.counters.spend("verify", thread_time() - start)
         return right
 
     def distrust(self, identity: str) -> None:
@@ -214,7 +209,7 @@ class Training:
         """A row of the trace."""
         told = (attempt.started, attempt.queued_seconds, attempt.pull_seconds, attempt.compute_seconds)
         moved = attempt.down_bytes, attempt.moved_up(arrays)
-        head = (self.updates + 1, gemm.name, tile, attempt.device)
+        head = (self.counters.number, gemm.name, tile, attempt.device)
         self.trace.add((*head, *told, attempt.upload_seconds, seconds, outcome, *moved))
 
     def tile_nbytes(self, step: int, job: int, tile: int) -> int | None:
@@ -236,8 +231,7 @@ class Training:
                     found = Gathering(planned.gemm, planned.tiles)
                     reused = sum(found.accept(tile, arrays) for tile, arrays in self.flight.stored(job))
                     self._gatherings[job] = found
-                    with self._lock:
-                        self.counters.reused += reused
+                    self.counters.found(reused)
         return found
 
     def run_round(self, step: int, number: int) -> None:
@@ -268,7 +262,7 @@ class Training:
         for job in this.jobs:
             self._gatherings[job].outputs = []
             self._checkers.pop(job, None)
-        self.counters.spent["rounds"] += perf_counter() - start
+        self.counters.spend("rounds", perf_counter() - start)
 
     def _release(self, names: Iterable[str]) -> None:
         """One reader less for each; a value without readers is freed."""
@@ -299,7 +293,7 @@ class Training:
         if last:
             with self.updating:
                 self._update()
-        self.counters.spent["update"] += perf_counter() - start
+        self.counters.spend("update", perf_counter() - start)
         record = self.counters.record(self.updates, sum(self._losses) / len(self._losses))
         record["figures"] = self.calibration.figures()
         if last:
@@ -374,7 +368,7 @@ class Training:
             raise StepError(f"step {step} of '{self.name}' is over; {now} is in flight")
 
     def _check_trust(self) -> None:
-        liars = self._unchecked & self._distrusted
+        liars = self.counters.unchecked & self._distrusted
         if liars:
             raise DistrustedError(
                 f"{', '.join(sorted(liars))} sent a wrong tile after unchecked ones of this step; it is done again"

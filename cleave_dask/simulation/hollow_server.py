@@ -82,8 +82,7 @@ class HollowTraining(Training):
             attempt = Attempt(device, pull, compute, queued, upload, int(down), arrived)
             arrays = [hollow(shape, dtype) for shape, dtype in forms]
             self.accept(step, job, int(number), arrays, attempt, check=False)  # there is nothing to check
-        with self._lock:
-            self.counters.down_bytes += int(sum(row[5] for row in tiles))
+        self.counters.sent(int(sum(row[5] for row in tiles)))
 
 
 class HollowServer(ServerRuntime):
