@@ -26,7 +26,7 @@ from cleave_dask.runtime.rounds import Round, deaths
 from cleave_dask.runtime.server_checking import Checker
 from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, operand_slice, tile_nbytes
 from cleave_dask.runtime.store import TileStore
-from cleave_dask.runtime.tiles_in_flight import TilesInFlight
+from cleave_dask.runtime.tiles_in_flight import PassOnDisk, TilesInFlight
 from cleave_dask.runtime.trace import ACCEPTED, DUPLICATE, Recorder
 from cleave_dask.runtime.wire import to_wire
 
@@ -67,6 +67,7 @@ class Training:
         self.plans: deque[tuple[int, Plan]] = deque(maxlen=2)  # this one and the one before, each with its first row
         self.began = time()  # when the last step began, by the clock of the trace
         self.flight = TilesInFlight()
+        self._on_disk: PassOnDisk | None = None
         self.calibration = Calibration()
         self._losses: list[float] = []
         self._readers: dict[str, int] = {}
@@ -124,7 +125,7 @@ class Training:
             self.began = time()
             self._start = self.random_state, self._copied_buffers() if self.settings.accumulate > 1 else {}
         self._gatherings, self._checkers = {}, {}
-        self.flight.begin(self.lowered, {name: to_wire(tensor) for name, tensor in batch.items()}, self.random_state)
+        self._on_disk = self.flight.begin(self.lowered, {name: to_wire(tensor) for name, tensor in batch.items()}, self.random_state)
         torch.set_rng_state(torch.frombuffer(bytearray(self.random_state), dtype=torch.uint8))
         self._readers = dict(self.lowered.schedule.readers)
         sources = {"param": self.weights, "buffer": self.weights, "batch": batch, "constant": self._constants}
@@ -166,7 +167,7 @@ class Training:
         self._check_step(step)
         assert self.lowered is not None
         start = perf_counter()
-        gathering = self.gathering(job)
+        gathering, on_disk = self.gathering(job), self._on_disk
         if not check:
             self.counters.unchecked.add(attempt.device)  # before its tile can be in any sum
         try:
@@ -177,7 +178,7 @@ class Training:
             raise
         seconds = perf_counter() - start
         if fresh and check:
-            self.flight.offer(job, tile, arrays)
+            self.flight.offer(on_disk, job, tile, arrays)
         self._note(gathering.gemm, tile, attempt, seconds, ACCEPTED if fresh else DUPLICATE, arrays)
         self.counters.took(attempt, arrays, seconds, fresh=fresh)
         if fresh:
@@ -229,7 +230,8 @@ class Training:
                 if found is None:
                     planned = self.lowered.schedule.jobs[job]
                     found = Gathering(planned.gemm, planned.tiles)
-                    reused = sum(found.accept(tile, arrays) for tile, arrays in self.flight.stored(job))
+                    stored = () if self._on_disk is None else self._on_disk.stored(job)
+                    reused = sum(found.accept(tile, arrays) for tile, arrays in stored)
                     self._gatherings[job] = found
                     self.counters.found(reused)
         return found
