@@ -148,7 +148,7 @@ class PassOnDisk:
 
 
 class TilesInFlight:
-    """Decides which tiles go to disk. A pass gets what is on disk of it, and shows it with every tile that it offers."""
+    """Decides which tiles go to disk. A pass gets what is on disk of it, and shows it with each tile that it offers."""
 
     def __init__(self) -> None:
         self.current: PassOnDisk | None = None
