@@ -18,7 +18,7 @@ from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.kernels import load_kernel
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.multiplying import multiplied
-from cleave_dask.runtime.server_gathering import Attempt
+from cleave_dask.runtime.server_gathering import Array, Attempt
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
 from cleave_dask.runtime.tiles import TileSpec, slice_names
@@ -94,16 +94,19 @@ class Local:
 
     def open(self, specs: Iterable[TileSpec]) -> list[TileSpec]:
         """The tiles that have not come yet."""
-        return [spec for spec in specs if spec.tile not in self.training.gathering(spec.job).accepted]
+        return [spec for spec in specs if spec.tile not in self.training.gathering(spec.step, spec.job).accepted]
 
     def multiply(self, spec: TileSpec) -> None:
         """What a device does."""
+        self.training.accept(spec.step, spec.job, spec.tile, self.made(spec), Attempt("here", 0.0, 0.0))
+
+    def made(self, spec: TileSpec) -> list[Array]:
+        """A tile."""
         operands = []
         for _, step, job, operand, first, second in slice_names(spec):
             parts, axis = self.training.slice(step, job, operand, (first, second))
             operands.append(np.concatenate(parts, axis=axis))
-        results = multiplied(KERNEL, spec, operands)
-        self.training.accept(spec.step, spec.job, spec.tile, list(results), Attempt("here", 0.0, 0.0))
+        return list(multiplied(KERNEL, spec, operands))
 
     def save(self, folder: Path, limits: Limits = LIMITS) -> None:
         save_training(self.training, str(folder), limits)

@@ -24,7 +24,7 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.parcels import Work, parcel_works
 from cleave_dask.planning.values import Plan, Tile, Tiles
 from cleave_dask.runtime.device import run_parcel
-from cleave_dask.runtime.rounds import Schedule, schedule
+from cleave_dask.runtime.rounds import Schedule, deaths, schedule
 from cleave_dask.runtime.tasks import OrderedTask, finish_step, read_block, run_round
 from cleave_dask.runtime.tiles import ParcelSpec, Values
 
@@ -158,6 +158,11 @@ class Lowered:
             rounds=tuple((r.jobs, r.after, r.rank) for r in self.schedule.rounds),
             jobs=tuple(job_skeleton(j.gemm, j.tiles, j.after, j.rank) for j in self.schedule.jobs),
         )
+
+    @cached_property
+    def deaths(self) -> tuple[list[set[str]], ...]:
+        """For each round what each of its steps is the last to need."""
+        return tuple(deaths(self.graph, this) for this in self.schedule.rounds)
 
     def tasks(self, run: str = "preview", step: int = 0) -> dict[Key, OrderedTask]:
         """The Dask graph of the step, as the scheduler will expand it."""

@@ -227,7 +227,7 @@ class ServerRuntime:
 
     def read_block(self, run: str, step: int, job: int, rows: Range, cols: Range) -> Array:
         """One block of a gathered gemm."""
-        return self._run(run).gathering(job).block(rows, cols)
+        return self._run(run).gathering(step, job).block(rows, cols)
 
     def stage_product(self, run: str, gemm: Gemm, tiles: Sequence[Tile], a: Blocks, b: Blocks) -> Product:
         """Offer a product's operands to devices for as long as Dask keeps it."""

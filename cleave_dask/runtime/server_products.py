@@ -49,7 +49,7 @@ class Product:
         """Bytes of a tile that a device may push."""
         return tile_nbytes(self.gemm, self._gathering.tiles, tile)
 
-    def gathering(self, job: int) -> Gathering:
+    def gathering(self, step: int, job: int) -> Gathering:
         """Where the tiles are put together."""
         return self._gathering
 

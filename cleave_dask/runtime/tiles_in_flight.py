@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -54,8 +55,8 @@ class Start:
 
 
 @dataclass
-class Pass:
-    """One pass over one micro-batch: what is on disk of it."""
+class PassOnDisk:
+    """What is on disk of one pass over one micro-batch."""
 
     start: Start
     digest: str
@@ -107,7 +108,9 @@ class Pass:
             self._break(error)
 
     def stored(self, number: int) -> Iterator[tuple[int, list[Numbers]]]:
-        """The tiles of a job that are on disk, as they came from devices; damaged ones are left out."""
+        """The tiles of a job that an earlier attempt at this very pass left; damaged ones are left out."""
+        if not self.found:
+            return
         job, sizes = self.lowered.schedule.jobs[number], self._chunk_sizes(number)
         for path in sorted(self._place(number, 0).glob("c.*.0")):
             tile = int(path.name.split(".")[1])
@@ -145,54 +148,54 @@ class Pass:
 
 
 class TilesInFlight:
-    """Decides which tiles go to disk, and finds those that are there."""
+    """Decides which tiles go to disk. A pass gets what is on disk of it, and shows it with each tile that it offers."""
 
     def __init__(self) -> None:
-        self.current: Pass | None = None
+        self.current: PassOnDisk | None = None
         self._start: Start | None = None
         self._chain = ""  # digest of the state: the save that it started from, and all that happened since
         self._passes = 0  # since the start
         self._background = Background("cleave-tiles", QUEUE_BYTES)
+        self._lock = Lock()  # a tile that comes late is queued before the next pass opens its folder, or not at all
 
     def start_from(self, start: Start) -> None:
         """The state is that of this save, neither more nor less; tiles of steps before it are of no more use."""
-        self.current, self._start, self._chain, self._passes = None, start, start.identity, 0
-        self._background.clear()
-        self._background.submit(_remove_others, start)
+        with self._lock:
+            self.current, self._start, self._chain, self._passes = None, start, start.identity, 0
+            self._background.clear()
+            self._background.submit(_remove_others, start)
 
     def leave(self) -> None:
         """The state can be had from no save any more; what is on disk stays until a newer one is saved."""
-        self.current, self._start = None, None
+        with self._lock:
+            self.current, self._start = None, None
 
-    def begin(self, lowered: Lowered, batch: Mapping[str, Numbers], random_state: bytes) -> None:
-        """A pass over a micro-batch begins."""
-        self.current = None
-        if self._start is not None and self._start.limit > 0:
-            digest = _digest(self._chain, lowered, batch, random_state)
-            self.current = Pass(self._start, digest, self._passes, lowered)
-            self.current.found = self.current.folder.is_dir()
-            self._background.submit(self.current.open)
+    def begin(self, lowered: Lowered, batch: Mapping[str, Numbers], random_state: bytes) -> PassOnDisk | None:
+        """A pass over a micro-batch begins; None if its tiles are not kept."""
+        with self._lock:
+            self.current = None
+            if self._start is not None and self._start.limit > 0:
+                digest = _digest(self._chain, lowered, batch, random_state)
+                self.current = PassOnDisk(self._start, digest, self._passes, lowered)
+                self.current.found = self.current.folder.is_dir()
+                self._background.submit(self.current.open)
+            return self.current
 
     def end(self) -> None:
         """The pass is over; the next one starts from where it led to."""
-        if self.current is not None:
-            self._chain, self._passes, self.current = self.current.digest, self._passes + 1, None
-        else:
-            self._start = None  # a pass that left no digest
+        with self._lock:
+            if self.current is not None:
+                self._chain, self._passes, self.current = self.current.digest, self._passes + 1, None
+            else:
+                self._start = None  # a pass that left no digest
 
-    def offer(self, job: int, tile: int, arrays: Sequence[Numbers]) -> None:
-        """Write a tile that was accepted, if there is time and room."""
-        current = self.current
-        if current is not None and not current.broken:
-            size = sum(array.nbytes for array in arrays)
-            if not self._background.submit(current.write, job, tile, tuple(arrays), size=size):
-                current.skipped += 1
-
-    def stored(self, job: int) -> Iterator[tuple[int, list[Numbers]]]:
-        """The tiles of a job that an earlier attempt at this very pass left."""
-        current = self.current
-        if current is not None and current.found:
-            yield from current.stored(job)
+    def offer(self, kept: PassOnDisk | None, job: int, tile: int, arrays: Sequence[Numbers]) -> None:
+        """Write a tile that a pass accepted, if there is time and room, and if the pass is not over."""
+        with self._lock:
+            if kept is not None and kept is self.current and not kept.broken:
+                size = sum(array.nbytes for array in arrays)
+                if not self._background.submit(kept.write, job, tile, tuple(arrays), size=size):
+                    kept.skipped += 1
 
     def settle(self) -> None:
         """Wait until everything that was offered is on disk; for those who then look there."""

@@ -22,6 +22,7 @@ from cleave_dask.planning.trust import Trust
 from cleave_dask.runtime.interpreter import empty_output
 from cleave_dask.runtime.server import ServerRuntime, dask_teardown
 from cleave_dask.runtime.server_gathering import Array, Attempt, Gathering, TileRejected, tile_forms
+from cleave_dask.runtime.server_pass import Pass
 from cleave_dask.runtime.server_training import Training
 from cleave_dask.runtime.wire import hollow
 from cleave_dask.runtime.wire_torch import from_wire
@@ -44,46 +45,46 @@ class _OnMeta(TorchDispatchMode):
 _ON_META: Any = _OnMeta  # its base class is not typed
 
 
+class HollowPass(Pass):
+    """A pass whose tensors have no memory."""
+
+    def loss(self) -> float:
+        """There is none."""
+        return 0.0
+
+    def _begun(self, job: int) -> Gathering:
+        with META:
+            return super()._begun(job)
+
+    def _run(self, number: int) -> None:
+        with META, _ON_META():
+            super()._run(number)
+
+
 class HollowTraining(Training):
     """A training whose tensors have no memory."""
+
+    pass_type = HollowPass
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Constants of the right shapes."""
         with META:
             return {item.source: empty_output(item.value) for item in self.graph.inputs if item.kind == "constant"}
 
-    def begin(self, step: int, batch: Mapping[str, torch.Tensor], *, first: bool = True) -> None:
-        """Start a step; of the batch only the shapes are kept."""
-        super().begin(step, batch, first=first)
-        self.values = {name: tensor.to(META) for name, tensor in self.values.items()}
-
-    def gathering(self, job: int) -> Gathering:
-        """Where the tiles of a job are put together."""
-        found = self._gatherings.get(job)
-        if found is None:
-            with META:
-                found = super().gathering(job)
-        return found
-
-    def run_round(self, step: int, number: int) -> None:
-        """A round, on tensors without memory."""
-        with META, _ON_META():
-            super().run_round(step, number)
-
-    def loss(self) -> float:
-        """There is none."""
-        return 0.0
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The values that a pass starts from; of the batch only the shapes are kept."""
+        return {name: tensor.to(META) for name, tensor in super().inputs(batch).items()}
 
     def deliver(self, step: int, job: int, device: str, tiles: list[list[float]]) -> None:
         """Take tiles in; each row: number, seconds of waiting, pull, compute and upload, bytes down, when it was up."""
-        planned = self.gathering(job)
+        found = self.pass_of(step)
+        planned = found.job(job)
         for number, queued, pull, compute, upload, down, arrived in tiles:
             forms = tile_forms(planned.gemm, planned.tiles[int(number)])
             attempt = Attempt(device, pull, compute, queued, upload, int(down), arrived)
             arrays = [hollow(shape, dtype) for shape, dtype in forms]
             self.accept(step, job, int(number), arrays, attempt, check=False)  # there is nothing to check
-        with self._lock:
-            self.counters.down_bytes += int(sum(row[5] for row in tiles))
+        found.counters.sent(int(sum(row[5] for row in tiles)))
 
 
 class HollowServer(ServerRuntime):

@@ -82,7 +82,7 @@ def test_a_step_that_believed_a_liar_is_done_again() -> None:
     run.step(BATCH, stop_after=12)
     run.training.distrust("here")
     with pytest.raises(DistrustedError, match="here sent a wrong tile after unchecked ones"):
-        run.training.finish(run.training.step)
+        run.training.finish(0)
     run.checked, run.wrong = True, frozenset()
     assert run.step(BATCH)["loss"] == expected
 

@@ -25,4 +25,4 @@ def test_a_rejected_tile_is_counted_and_leaves_no_trace() -> None:
     with pytest.raises(TileRejected):
         training.accept(0, 0, 0, [np.zeros((1, 1), "f8")], Attempt("stranger", 0.0, 0.0))
     assert (training.counters.rejected, training.counters.tiles, training.counters.up_bytes) == (1, 0, 0)
-    assert not training.gathering(0).accepted
+    assert not training.gathering(0, 0).accepted
