@@ -6,17 +6,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import torch
 
 from benchmarks import memory
 from benchmarks.edge.rows import Row
 from benchmarks.edge.settings import Setting, require_memory
-from benchmarks.edge.timing import LEARNING_RATE, Effort, timed
+from benchmarks.edge.timing import LEARNING_RATE, Effort, Timed, timed
 from benchmarks.pace import pace
 from benchmarks.trace import row_seconds
 from cleave_dask.planning.planner import plan
@@ -44,9 +45,8 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
             memory.reset_peak(pid)
 
         def counters() -> tuple[int, ...]:
-            if local.network is None:
-                return ()
-            return tuple(count for name in names for count in local.network.carried(name))
+            carried = () if local.network is None else (local.network.carried(name) for name in names)
+            return (_busy(), *(count for both in carried for count in both))
 
         wire = "bfloat16" if system == "cleave-bf16" else None
         with Trainer(module, optimizer, client, plan=_planner(system), replan=False, wire=wire) as trainer:
@@ -61,13 +61,13 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
                 steps=len(seen.seconds),
                 warm=seen.warm,
                 losses=tuple(loss for loss in seen.losses if loss is not None),
-                down=seen.counted[::2],
-                up=seen.counted[1::2],
+                down=seen.counted[1::2],
+                up=seen.counted[2::2],
                 memory=peaks,
                 plan_seconds=trainer.plan.seconds,
                 bound_seconds=trainer.plan.bound_seconds,
                 spent=spent(last, seen.seconds[-1]),
-                note=_note(trainer, last, seen.seconds[-1], local.shaping),
+                note=_note(trainer, last, seen, local.shaping),
             )
 
 
@@ -87,13 +87,20 @@ def _planner(system: str) -> Planner:
     return others.get(system, plan)
 
 
-def _note(trainer: Trainer, last: Trace, seconds: float, shaping: Shaping | None) -> str:
-    """The plan in a line, and what checks and the trace cost the server: seconds of CPU over those of the step."""
-    made = trainer.plan
+def _busy() -> int:
+    """Microseconds of all cores of this machine that were used so far."""
+    times = psutil.cpu_times()
+    return int(1e6 * (times.user + times.system + getattr(times, "softirq", 0.0)))
+
+
+def _note(trainer: Trainer, last: Trace, seen: Timed, shaping: Shaping | None) -> str:
+    """The plan in a line, how many cores were busy, and what checks and the trace cost the server: CPU over seconds."""
+    made, seconds = trainer.plan, seen.seconds[-1]
+    cores = seen.counted[0] / 1e6 / fmean(seen.seconds)
     checks, rows = trainer.records[-1]["spent"]["verify"] / seconds, row_seconds(2000) * len(last) / seconds
     held = "; links held by token buckets, not by the kernel" if shaping == "buckets" else ""
     return (
-        f"{len(made.tiles)} tiles, {made.tiling}, {made.binding} binds; "
+        f"{len(made.tiles)} tiles, {made.tiling}, {made.binding} binds; {cores:.2f} of {os.cpu_count()} cores busy; "
         f"CPU of checking tiles {checks:.1%}, of the trace {rows:.2%} of a step; pace {made.fleet.server.pace:g}{held}"
     )
 

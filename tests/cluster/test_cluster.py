@@ -16,11 +16,12 @@ import dask
 import psutil
 import pytest
 import torch
+from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster
 
 from cleave_dask.errors import ClusterError, InputError
 from cleave_dask.fleet.churn import Churn
-from cleave_dask.fleet.devices import Fleet
+from cleave_dask.fleet.devices import Fleet, Server
 from cleave_dask.planning.planner import plan
 from cleave_dask.runtime.cluster import inspect
 from cleave_dask.runtime.lowering import Skeleton
@@ -67,6 +68,7 @@ def test_devices_are_light_and_describe_themselves(fleet: LocalFleet, client: Cl
     described = Fleet.from_cluster(client)
     assert sorted(device.name for device in described.devices) == sorted(fleet.pids)
     assert all(device.flops > 1e8 for device in described.devices)
+    assert described.server == inspect(client).fleet.server == Server(processes=1, shared_cores=CPU_COUNT)
 
 
 def test_devices_run_nothing_but_tiles_and_say_so(client: Client) -> None:
