@@ -4,7 +4,7 @@
 
 What a tile costs server and devices is mostly Python: tasks that wait for each other, small messages packed and read.
 A loop of such things is timed, in CPU seconds, the least of a few rounds. The figure goes into `cleave.server.pace`
-(DASK_CLEAVE__SERVER__PACE=1.6); the benchmarks that compare steps with their plans set it for the fleets they start.
+(DASK_CLEAVE__SERVER__PACE=1.6); `benchmarks.edge` sets it for the fleets that it starts.
 """
 
 from __future__ import annotations

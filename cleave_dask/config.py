@@ -57,11 +57,11 @@ def nbytes(key: str) -> int:
         raise InputError(f"setting 'cleave.{key}' is {value!r}; give a size such as 256 MB") from None
 
 
-def number(key: str) -> float:
-    """A setting that is a number above zero."""
+def number(key: str, *, least: float) -> float:
+    """A setting that is a number, `least` or more."""
     value = get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise InputError(f"setting 'cleave.{key}' is {value!r}; give a number above 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < float("inf"):
+        raise InputError(f"setting 'cleave.{key}' is {value!r}; give a number, {least:g} or more")
     return float(value)
 
 

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from email.parser import Parser
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from zipfile import ZipFile
@@ -109,8 +110,13 @@ print(config.get("device.window"), config.get("checkpoint.keep"))
         (config.whole, "server.processes", 1.5, "give a whole number, 1 or more"),
         (config.whole, "server.shared_cores", None, "is None; give a whole number"),
         (config.whole_or_none, "server.shared_cores", 0, "give a whole number, 1 or more"),
-        (config.number, "server.pace", "slow", "'cleave.server.pace' is 'slow'; give a number above 0"),
-        (config.number, "server.pace", 0, "give a number above 0"),
+        (
+            partial(config.number, least=0.01),
+            "server.pace",
+            "slow",
+            "'cleave.server.pace' is 'slow'; give a number, 0.01",
+        ),
+        (partial(config.number, least=0.01), "server.pace", 0.001, "give a number, 0.01 or more"),
     ],
 )
 def test_a_bad_setting_names_the_remedy(read: Callable[[str], object], key: str, value: object, message: str) -> None:

@@ -9,7 +9,7 @@ with `dataclasses.replace`. A fleet file is TOML:
     flops = "1 TFLOP/s"
     memory = "64 GB"
     processes = 1           # if its work on each tile shall be counted; left out: as many as it takes
-    pace = 1.0              # times as long as Python takes there, beside where that work was measured
+    pace = 1.0              # how many times as long Python takes there as where that was measured
     shared_cores = 2        # if the devices are emulated on the server's own cores; left out: each has its own
 
     [[device]]
@@ -48,6 +48,9 @@ WORKER_DEFAULTS: Mapping[str, float] = {
     "latency": 0.02,
 }
 """What `Fleet.from_workers` takes for anything that a device has not published; `latency` also of fleet files."""
+
+LEAST_PACE = 0.01
+"""Of a server: a hundred times as quick as the machine that a tile's cost was measured on."""
 
 _SERVER_FACTS = ("processes", "pace", "shared_cores")
 _SERVER_KEYS: dict[str, Dimension] = {"egress": "bytes/s", "ingress": "bytes/s", "flops": "flop/s", "memory": "bytes"}
@@ -102,7 +105,7 @@ class Server:
     flops: float = 1e12  # floating point operations per second, for what is not sent out
     memory: float = 64e9  # bytes
     processes: int | None = None  # that work on tiles; None: as many as it takes, so that no plan counts their work
-    pace: float = 1.0  # times as long as Python takes there, beside the machine that its work was measured on
+    pace: float = 1.0  # how many times as long Python takes there as where the cost of a tile was measured
     shared_cores: int | None = None  # on which all devices run too, as emulated ones do; None: everybody has their own
 
     def __post_init__(self) -> None:
@@ -111,8 +114,8 @@ class Server:
         for key in ("processes", "shared_cores"):
             if getattr(self, key) is not None:
                 require_count(getattr(self, key), field=f"the server's {key}")
-        if not is_number(self.pace, least=0.01):
-            raise FleetError(f"the server's pace is {shown(self.pace)}; give a number above 0.01, 2 for half as fast")
+        if not is_number(self.pace, least=LEAST_PACE):
+            raise FleetError(f"the server's pace is {shown(self.pace)}; give {LEAST_PACE} or more, 2 for half as fast")
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:

@@ -76,8 +76,8 @@ FILLER_SHARE = 0.15
 def work_seconds(server: Server, tiles: float, moved: float) -> dict[str, float]:
     """Seconds that tiles and the bytes moved for them take processes that are written in Python, by resource.
 
-    The server's own, each of which does a part; and all together, where they share cores. Nothing of a server that does
-    not say how many processes it has.
+    The server's own, each of which does a part; and all together, where they share cores. Nothing of a server that says
+    neither how many processes it has nor how many cores it shares.
     """
     found = {}
     if server.processes is not None:

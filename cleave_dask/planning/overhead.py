@@ -15,8 +15,9 @@ them half through, and half a tile in the multiplier (`in_the_way`). A link that
 drains, the first tile of filler has yet to come. That it is as much is what the simulator shows, no proof.
 
 A server that says how many processes it has also spends TILE_SECONDS on each tile and BYTE_SECONDS on each byte that it
-hands out or takes in, in each of them at once. That runs beside the links, but for the last parcels of a level: all
-devices send theirs at about the same time. None of this is physically unavoidable, so none of it is in the bound.
+hands out or takes in, in each of them at once; where all devices share its cores, so does what a tile takes server,
+scheduler and device together on these. Both are multiplied by how many times as long Python takes there (`pace`). That
+runs beside the links, but for the last parcels of a level: all devices send theirs at about the same time. None of this is physically unavoidable, so none of it is in the bound.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class InStep:
     stages: Floats  # (3, devices): seconds down, in the multiplier, up, with all that the links carry
     seconds: float  # until its last parcel is reported, if nothing runs beside it
     binding: str  # what decides them
-    middle: dict[str, float]  # seconds of the scheduler, the server's links and its processes
+    middle: dict[str, float]  # seconds of the scheduler, the server's links, its processes and shared cores
 
     @classmethod
     def of(cls, layout: Layout, rates: Rates, server: Server) -> InStep:

@@ -3,9 +3,9 @@
 Levels wait for each other only as data flows. Before the first gradient of a weight can be computed, a level takes
 the time of its gemms alone. From then on filler keeps links busy, so the rest of the step takes as long as its critical
 levels or as its busiest resource, whichever is longer: some device's downlink, uplink or multiplier, the server's links
-and processes, the scheduler; and, at each change of level, as long as filler that is under way is in the way. Never
-less than the longest chain of gemms, the last gradients included. All of it with what a step costs beside the gemms
-themselves (`overhead`).
+and processes, cores that all share, the scheduler; and, at each change of level, as long as filler that is under way is
+in the way. Never less than the longest chain of gemms, the last gradients included. All of it with what a step costs
+beside the gemms themselves (`overhead`).
 """
 
 from __future__ import annotations

@@ -66,12 +66,11 @@ class Grain:
         turn: the more devices, the fewer tiles for each. Where devices share its cores, all work
         for a tile counts.
         """
-        turn = max(work_seconds(server, devices, 0.0).values(), default=None)
-        if turn is None:
+        work = work_seconds(server, devices, 0.0)
+        if not work:
             few = devices <= MANY_DEVICES
             return cls(_FILLER, 0.0) if filler else cls(0.025 if few else 0.0125, 5e-3 if few else 2e-3)
-        if server.shared_cores is not None:
-            turn *= _SHARED
+        turn = max(work.get("server", 0.0), _SHARED * work.get("shared cores", 0.0))
         return cls(max(_FILLER, turn), 0.0) if filler else cls(max(0.04, 0.5 * turn), max(0.01, 0.25 * turn))
 
 

@@ -27,6 +27,7 @@ from distributed.protocol import to_serialize
 from cleave_dask import config
 from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError, InputError, StepError
+from cleave_dask.fleet.devices import LEAST_PACE
 from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.trust import Trust
 from cleave_dask.planning.values import Plan, Tile
@@ -321,7 +322,7 @@ async def dask_setup(worker: Worker) -> None:
     """Make a stock worker the server."""
     try:
         trust, porters = Trust(config.get("verify")), config.whole("server.processes") - 1
-        pace, shared_cores = config.number("server.pace"), config.whole_or_none("server.shared_cores")
+        pace, shared_cores = config.number("server.pace", least=LEAST_PACE), config.whole_or_none("server.shared_cores")
         trust.quarantined.update(_ADMISSION.guard.quarantined())
     except CleaveError as error:  # Dask would only log it, and go on as a worker that is no server
         raise SystemExit(f"the server cannot start: {error}") from error

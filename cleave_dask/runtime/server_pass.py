@@ -48,7 +48,6 @@ class Pass:
         self.random_state = random_state  # torch's, as the next round that draws from it finds it
         self.on_disk = on_disk
         self.counters = counters  # of the update that this pass is a part of
-        self.done: set[int] = set()  # rounds
         self.gatherings: dict[int, Gathering] = {}  # of the jobs that have begun
         self._checkers: dict[int, Checker] = {}
         self._readers = dict(lowered.schedule.readers)
@@ -119,23 +118,6 @@ class Pass:
 
     # Rounds
 
-    def ready_rounds(self, job: int | None = None) -> tuple[int, ...]:
-        """Rounds that can begin and have not; of all of them, or of those that gather a job, which has just come in.
-
-        One that can begin has every tile of its jobs, and the rounds that it comes after are done. Ask after a job is
-        complete and after a round is done: the later of the two sees both.
-        """
-        rounds = self.lowered.schedule.rounds
-        return tuple(
-            number
-            for number, this in enumerate(rounds)
-            if (job is None or job in this.jobs) and number not in self._outcomes and self._is_ready(this)
-        )
-
-    def _is_ready(self, this: Round) -> bool:
-        begun = map(self.gatherings.get, this.jobs)
-        return self.done.issuperset(this.after) and all(each is not None and each.complete for each in begun)
-
     def run_round(self, number: int) -> None:
         """Run a round, once: whoever comes again waits until it is done, and gets what was raised in it."""
         with self._lock:
@@ -147,7 +129,6 @@ class Pass:
             except BaseException as error:
                 outcome.set_exception(error)
             else:
-                self.done.add(number)
                 outcome.set_result(None)
         outcome.result()
 

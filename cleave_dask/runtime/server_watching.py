@@ -89,9 +89,10 @@ def progress(training: Training) -> dict[str, Any]:
     """How far the step in flight is: tiles, gemms, and the levels of the critical path."""
     current = training.current
     facts: dict[str, Any] = {"step": training.updates + 1, "running": current is not None, "began": training.began}
-    if training.lowered is None:
+    lowered = training.lowered if current is None else current.lowered
+    if lowered is None:
         return facts
-    jobs, gatherings = training.lowered.schedule.jobs, {} if current is None else current.gatherings
+    jobs, gatherings = lowered.schedule.jobs, {} if current is None else current.gatherings
     levels = sorted({job.gemm.level for job in jobs if job.gemm.role != "dW"})
     done = {number: len(found.accepted) for number, found in list(gatherings.items())}
     open_levels = [

@@ -55,8 +55,8 @@ def test_values_are_frozen_and_copied_with_replace() -> None:
         (lambda: Server(egress=0.0), "egress is 0.0"),
         (lambda: Server(processes=0), "processes is 0; give a whole number above zero"),
         (lambda: Server(shared_cores=0), "shared_cores is 0; give a whole number above zero"),
-        (lambda: Server(pace=0.0), "pace is 0.0; give a number above 0.01"),
-        (lambda: Server(pace="slow"), "pace is 'slow'; give a number above 0.01"),  # type: ignore[arg-type]
+        (lambda: Server(pace=0.0), "pace is 0.0; give 0.01 or more"),
+        (lambda: Server(pace="slow"), "pace is 'slow'; give 0.01 or more"),  # type: ignore[arg-type]
         (lambda: Fleet(Server(), ()), "0 devices; give it at least one"),
         (lambda: Fleet(Server(), (PI, PI)), "two devices are called 'pi'"),
         (lambda: Fleet(None, (PI,)), "server is None"),  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_a_file_expands_counts_and_fills_in_defaults(tmp_path: Path) -> None:
         ("[sever]\n" + DEVICE, "unknown table 'sever'; did you mean 'server'"),
         ("[server]\negres = 1\n" + DEVICE, r"\[server\] has no key 'egres'; did you mean 'egress'"),
         ("[server]\nprocesses = 1.5\n" + DEVICE, "processes is 1.5; give a whole number above zero"),
-        ("[server]\npace = -1\n" + DEVICE, "pace is -1; give a number above 0.01"),
+        ("[server]\npace = -1\n" + DEVICE, "pace is -1; give 0.01 or more"),
         ('[server]\negress = "quick"\n' + DEVICE, r"\[server\] egress is 'quick'"),
         (DEVICE + "fflops = 3", "'pi' has no key 'fflops'; did you mean 'flops'"),
         (DEVICE + "count = 0", "count is 0"),

@@ -141,6 +141,7 @@ def test_a_tile_is_worth_more_where_devices_share_the_servers_cores() -> None:
     assert Grain.of(32, own).price < Grain.of(32, shared).price < Grain.of(32, replace(shared, pace=2.0)).price
     assert Grain.of(32, replace(own, pace=2.0)) == Grain.of(64, own)
     assert Grain.of(32, Server(shared_cores=10_000)) == Grain.of(8, own)
+    assert Grain.of(32, replace(own, shared_cores=10_000)) == Grain.of(32, own)
 
 
 def test_a_step_on_shared_cores_has_fewer_tiles_and_takes_on_the_simulator_what_is_planned() -> None:
