@@ -17,7 +17,8 @@ drains, the first tile of filler has yet to come. That it is as much is what the
 A server that says how many processes it has also spends TILE_SECONDS on each tile and BYTE_SECONDS on each byte that it
 hands out or takes in, in each of them at once; where all devices share its cores, so does what a tile takes server,
 scheduler and device together on these. Both are multiplied by how many times as long Python takes there (`pace`). That
-runs beside the links, but for the last parcels of a level: all devices send theirs at about the same time. None of this is physically unavoidable, so none of it is in the bound.
+runs beside the links, but for the last parcels of a level: all devices send theirs at about the same time. None of
+this is physically unavoidable, so none of it is in the bound.
 """
 
 from __future__ import annotations
