@@ -76,7 +76,7 @@ def trained(victim: str | None = None) -> Run:
     ):
         losses = [float(run.step(batch(0)))]
         if victim is not None:
-            Timer(run.records[-1]["seconds"] / 2, os.kill, (local.pids[victim], signal.SIGKILL)).start()
+            Timer(run.plan.seconds / 2, os.kill, (local.pids[victim], signal.SIGKILL)).start()
         losses += [float(run.step(batch(step))) for step in range(1, STEPS)]
         down = int(run.trace.of_step(STEPS).columns["down_bytes"].sum())
         return Run(losses, run.plan, down, set(run.records[-1]["tiles_of"]))
