@@ -61,7 +61,9 @@ BYTE_SECONDS = 2.0e-9
 """Seconds of a server process for each byte that it hands out or takes in."""
 
 SHARED_TILE_SECONDS = 5.3e-3
-"""Seconds of a core for each tile, in server, scheduler and device together: what counts where they share cores."""
+"""Seconds of a core for each tile, in server, scheduler and device together: what counts where they share cores.
+
+Inferred from core seconds of five runs by hand on a machine of pace 1.6, to within 15% (docs/results.md)."""
 
 SHARED_BYTE_SECONDS = 8.0e-9
 """The same for each byte that goes down or up, with the kernel's part."""

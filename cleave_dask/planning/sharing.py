@@ -38,6 +38,7 @@ def share(
 ) -> dict[str, Layout] | None:
     """The layouts with dX and dW of every layer that memory allows on the boxes of its forward gemm; None: of none."""
     rates = Rates.of(fleet)
+    shortest = Grain.of(len(rates), fleet.server).shortest
     room, found, known = _room(rates, layouts), dict(layouts), dict[tuple[object, ...], Layout]()
     for family in _sent(graph, layouts):
         forward = layouts[family[0].gemm.name]
@@ -49,8 +50,7 @@ def share(
             key = Shape.of(member.gemm), id(forward), member.axes, member.kept
             if key not in known:
                 own = boxes[:, [2 * axis + side for axis in member.axes for side in (0, 1)]]
-                grain = Grain.of(len(rates), fleet.server, filler=member.gemm.role == "dW")
-                tiles = _cut(key[0], own, forward, rates, grain, filler=member.gemm.role == "dW")
+                tiles = _cut(key[0], own, forward, rates, None if member.gemm.role == "dW" else shortest)
                 known[key] = lay_out(
                     key[0], *tiles, rates, fleet.server, scheduler_seconds=scheduler_seconds, kept=member.kept
                 )
@@ -105,16 +105,16 @@ def _kept_bytes(boxes: Ints, layout: Layout, family: tuple[Member, ...]) -> Floa
     return np.asarray((rows * ks + ks * cols + slope) * layout.shape.down_bytes)
 
 
-def _cut(shape: Shape, boxes: Ints, forward: Layout, rates: Rates, grain: Grain, *, filler: bool) -> tuple[Ints, Ints]:
-    """Boxes in strips along their rows, and whose each is."""
+def _cut(shape: Shape, boxes: Ints, forward: Layout, rates: Rates, shortest: float | None) -> tuple[Ints, Ints]:
+    """Boxes in strips along their rows, and whose each is; `shortest`: seconds of a tile at least, None of filler."""
     here, size = rates.take(forward.devices), (boxes[:, 1::2] - boxes[:, 0::2]).astype(np.float64)
     results, work = size[:, 0] * size[:, 1] * shape.up_bytes, size.prod(axis=1) * shape.flops / shape.volume
     seconds = np.maximum(results / here.up, work / here.flops)
-    if not filler:
+    if shortest is not None:
         seconds = np.maximum(seconds, size[:, 0] * size[:, 2] * shape.down_bytes / here.down)
-    count = np.clip(
-        np.rint(seconds / max(_SECONDS, 0.0 if filler else grain.shortest)), 1, np.minimum(_MOST_TILES, size[:, 0])
-    ).astype(np.int64)
+    count = np.clip(np.rint(seconds / max(_SECONDS, shortest or 0.0)), 1, np.minimum(_MOST_TILES, size[:, 0])).astype(
+        np.int64
+    )
     box = np.repeat(np.arange(len(boxes)), count)
     place = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
     ranges, rows = boxes[box], size[box, 0].astype(np.int64)

@@ -63,8 +63,8 @@ class Grain:
 
         Tiles of filler are as long as a gemm of the critical path may have to wait for them; their overlap is for free.
         Where the server says how many processes it has, tiles are priced as it works on them, on one of every device in
-        turn: the more devices, the fewer tiles for each. Where devices share its cores, all work
-        for a tile counts.
+        turn: the more devices, the fewer tiles for each. Where devices share its cores,
+        all work for a tile counts.
         """
         work = work_seconds(server, devices, 0.0)
         if not work:
