@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,10 @@ from benchmarks.edge.settings import Setting, require_memory
 from benchmarks.edge.timing import LEARNING_RATE, Effort, Timed, timed
 from benchmarks.pace import pace
 from benchmarks.trace import row_seconds
+from cleave_dask.planning.bound import gemm_bound
+from cleave_dask.planning.cost import Rates, Shape
 from cleave_dask.planning.planner import plan
+from cleave_dask.planning.values import Plan
 from cleave_dask.runtime.trace import PARTS, Column, Trace
 from cleave_dask.runtime.trainer import Planner, Trainer
 from cleave_dask.simulation.local import LocalFleet, Shaping
@@ -66,9 +70,17 @@ def run(system: str, setting: Setting, effort: Effort, shaping: Shaping = "names
                 memory=peaks,
                 plan_seconds=trainer.plan.seconds,
                 bound_seconds=trainer.plan.bound_seconds,
+                apart_seconds=apart(trainer.plan),
                 spent=spent(last, seen.seconds[-1]),
                 note=_note(trainer, last, seen, local.shaping),
             )
+
+
+def apart(made: Plan) -> float:
+    """Seconds of the gemms that a plan sends out, one after another, each at the bound that it has by itself."""
+    shapes = Counter(Shape.of(gemm) for gemm in made.graph.gemms if gemm.name in made.by_gemm)
+    rates, server = Rates.of(made.fleet), made.fleet.server
+    return sum(count * gemm_bound(shape, rates, server)[0] for shape, count in shapes.items())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from cleave_dask.formatting import quantity
 from cleave_dask.views.bars import draw_bars
 
 BEGIN, END = "<!-- benchmarks.edge: begin -->", "<!-- benchmarks.edge: end -->"
-COLUMNS = ("system", "s/step", "of", "/ plan", "/ bound", "down", "up", "memory", "loss", "commit")
+COLUMNS = ("system", "s/step", "of", "/ plan", "/ bound", "/ gemms", "down", "up", "memory", "loss", "commit")
 NOTES = 160
 """Characters of a note that are shown; the JSON has all of it."""
 
@@ -22,13 +22,14 @@ def cells(row: Row, titles: Mapping[str, str], reference: Sequence[float]) -> tu
     """A row, to look at."""
     title = titles.get(row.system, row.system)
     if row.seconds is None:
-        return (title, "none", "", "", "", "", "", "", "", row.commit)
+        return (title, "none", *[""] * (len(COLUMNS) - 3), row.commit)
     return (
         title,
         f"{row.seconds:.3g}",
         f"{row.steps}" if row.warm else f"{row.steps}, cold",
         _ratio(row.seconds, row.plan_seconds),
         _ratio(row.seconds, row.bound_seconds),
+        _ratio(row.seconds, row.apart_seconds),
         _most(row.down),
         _most(row.up),
         _most(row.memory),

@@ -27,6 +27,7 @@ class Row:
     memory: tuple[int, ...] = ()  # peak bytes beyond what the process had before it began to train, by device
     plan_seconds: float | None = None  # of ours
     bound_seconds: float | None = None
+    apart_seconds: float | None = None  # its gemms one after another, each at its own bound
     spent: dict[str, float] | None = None  # of ours: seconds of a step, by what the links of a device were doing
     note: str = ""  # which variant, or why there are no figures
     commit: str = ""

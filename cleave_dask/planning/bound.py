@@ -19,14 +19,13 @@ way, by what must cross them at least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 
 import numpy as np
 
-from cleave_dask.fleet.devices import Fleet, Server
-from cleave_dask.graph.ir import Gemm, StepGraph
+from cleave_dask.fleet.devices import Server
 from cleave_dask.planning.capacity import lines, most, reach
 from cleave_dask.planning.cost import SCHEDULER_SECONDS, Floats, Rates, Shape
 from cleave_dask.planning.slices import SIDED, fetched
@@ -84,52 +83,6 @@ def least_down(shape: Shape, kept: Sequence[bool]) -> float:
     if not any(kept):
         return shape.least_down
     return sum((shape.m, shape.n)[side] for side in fetched(kept)) * shape.k * shape.down_bytes
-
-
-def step_bound(
-    graph: StepGraph,
-    fleet: Fleet,
-    sent: Mapping[str, Sequence[bool]],
-    *,
-    gemm_bounds: Mapping[str, float],
-    scheduler_seconds: float = SCHEDULER_SECONDS,
-) -> float:
-    """Seconds below which no plan can finish the step that sends out the gemms `sent`, whose operands may be kept.
-
-    The longest chain of gemms that wait for each other, each at its own bound; and for the whole step, filler included,
-    what must at least cross each link and each multiplier in sum.
-    """
-    rates = Rates.of(fleet)
-    shapes = {gemm.name: Shape.of(gemm) for gemm in graph.gemms if gemm.name in sent}
-    out = list(shapes.values())
-    chain = {name: gemm_bounds[name] for name in shapes}
-    kept = sum(gemm.flops for gemm in graph.gemms if gemm.name not in sent)
-    once = sum(least_down(shape, sent[name]) for name, shape in shapes.items())
-    back = sum(shape.least_up for shape in out)
-    return max(
-        longest_chain(graph, fleet, chain),
-        kept / fleet.server.flops,
-        sum(shape.flops for shape in out) / float(rates.flops.sum()),
-        back / float(rates.up.sum()),
-        back / fleet.server.ingress,
-        once / float(rates.down.sum()),
-        once / fleet.server.egress,
-        len(out) * scheduler_seconds,
-    )
-
-
-def longest_chain(graph: StepGraph, fleet: Fleet, seconds: Mapping[str, float]) -> float:
-    """Seconds of the longest chain of gemms that wait for each other; those without `seconds` run on the server."""
-    ready: dict[str, float] = {}
-    longest = 0.0
-    for step in graph.steps:
-        finish = max((ready.get(name, 0.0) for name in step.reads), default=0.0)
-        if isinstance(step, Gemm):
-            finish += seconds.get(step.name, step.flops / fleet.server.flops)
-        for name in step.writes:
-            ready[name] = finish
-        longest = max(longest, finish)
-    return longest
 
 
 @dataclass(frozen=True)

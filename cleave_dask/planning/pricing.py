@@ -1,11 +1,11 @@
 """What a planned step takes: the critical path, the filler beside it, and the resource that decides.
 
 Levels wait for each other only as data flows. Before the first gradient of a weight can be computed, a level takes
-the time of its gemms alone. From then on filler keeps links busy, so the rest of the step takes as long as its critical
-levels or as its busiest resource, whichever is longer: some device's downlink, uplink or multiplier, the server's links
-and processes, cores that all share, the scheduler; and, at each change of level, as long as filler that is under way is
-in the way. Never less than the longest chain of gemms, the last gradients included. All of it with what a step costs
-beside the gemms themselves (`overhead`).
+the time of its gemms alone. From then on filler keeps links busy, so the step from any level on takes as long as its
+critical levels or as its busiest resource with what can begin there, whichever is longer: some device's downlink,
+uplink or multiplier, the server's links and processes, cores that all share, the scheduler; and, at each change of
+level, as long as filler that is under way is in the way. Never less than the longest chain of gemms, the last gradients
+included. All of it with what a step costs beside the gemms themselves (`overhead`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from cleave_dask.formatting import duration, quantity
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.graph.keeping import kept_bytes
 from cleave_dask.graph.sharing import numbered
-from cleave_dask.planning.bound import gemm_bound, kept_bound, longest_chain, step_bound
+from cleave_dask.planning.bound import gemm_bound, kept_bound
+from cleave_dask.planning.chain import longest_chain, step_bound
 from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape, smallest_bytes
 from cleave_dask.planning.layout import STAGES, Layout
 from cleave_dask.planning.overhead import InStep, in_the_way
@@ -46,6 +47,12 @@ class _Load:
         stage, seconds = int(self.stages.max(axis=1).argmax()), float(self.stages.max())
         return max([(seconds, STAGES[stage]), *((time, name) for name, time in self.middle.items())])
 
+    def plus(self, other: _Load) -> _Load:
+        """Both of them."""
+        names = {**self.middle, **other.middle}
+        middle = {name: self.middle.get(name, 0.0) + other.middle.get(name, 0.0) for name in names}
+        return _Load(self.stages + other.stages, middle)
+
 
 def priced(
     graph: StepGraph,
@@ -58,12 +65,11 @@ def priced(
     """The plan that these layouts make, by gemm, with everything that it is predicted to cost."""
     rates = Rates.of(fleet)
     bounds = _bounds(layouts, rates, fleet.server, boxes=tiling in BOXED, scheduler_seconds=scheduler_seconds)
-    taken = {id(layout): InStep.of(layout, rates, fleet.server) for layout in _distinct(layouts.values())}
-    parts = {name: taken[id(layout)] for name, layout in layouts.items()}
-    levels = _levels(graph, parts, bounds)
-    seconds, binding = _step_seconds(graph, fleet, parts, levels)
     kept = {name: layout.kept for name, layout in layouts.items()}
     bound = step_bound(graph, fleet, kept, gemm_bounds=bounds, scheduler_seconds=scheduler_seconds)
+    parts = _in_step(graph, layouts, rates, fleet.server)
+    levels = _levels(graph, parts, bound.by_gemm)
+    seconds, binding = _step_seconds(graph, fleet, parts, levels)
     total = _load(list(parts.values()), len(fleet))
     names = tuple(device.name for device in fleet.devices)
     return Plan(
@@ -71,7 +77,7 @@ def priced(
         fleet=fleet,
         by_gemm=_tables(graph, layouts, names),
         seconds=seconds,
-        bound_seconds=bound,
+        bound_seconds=bound.seconds,
         binding=binding,
         down_bytes=round(sum(layout.down_bytes for layout in layouts.values())),
         up_bytes=round(sum(layout.up_bytes for layout in layouts.values())),
@@ -82,6 +88,20 @@ def priced(
         server_memory=kept_bytes(graph),
         busy=dict(zip(names, total.stages.max(axis=0).tolist(), strict=True)),
     )
+
+
+def _in_step(graph: StepGraph, layouts: Mapping[str, Layout], rates: Rates, server: Server) -> dict[str, InStep]:
+    """Each gemm as the step has it; devices have begun those that come after others of the critical path."""
+    first = min((gemm.level for gemm in graph.gemms if gemm.name in layouts and gemm.role != "dW"), default=0)
+    known: dict[tuple[int, bool], InStep] = {}
+    found: dict[str, InStep] = {}
+    for gemm in graph.gemms:
+        if gemm.name in layouts:
+            key = id(layouts[gemm.name]), gemm.role != "dW" and gemm.level > first
+            if key not in known:
+                known[key] = InStep.of(layouts[gemm.name], rates, server, begun=key[1])
+            found[gemm.name] = known[key]
+    return found
 
 
 def _tables(graph: StepGraph, layouts: Mapping[str, Layout], names: tuple[str, ...]) -> dict[str, Tiles]:
@@ -165,21 +185,29 @@ def _step_seconds(
     first = min((row.level for row in levels if row.filler), default=1 + max((row.level for row in levels), default=0))
     kept = [gemm for gemm in graph.gemms if gemm.name not in parts]
     spent: defaultdict[str, float] = defaultdict(float)
-    before = after = 0.0
+    critical: defaultdict[int, float] = defaultdict(float)
     for level, seconds, binding in [
         *((row.level, row.seconds, row.binding) for row in levels if not row.filler),
         *((gemm.level, gemm.flops / fleet.server.flops, "server compute") for gemm in kept),
     ]:
         spent[binding] += seconds
-        before, after = (before + seconds, after) if level < first else (before, after + seconds)
-    beside = [parts[name] for row in levels if row.level >= first for name in row.gemms]
-    busiest, resource = _load(beside, len(fleet)).busiest if beside else (0.0, "latency")
-    if busiest > after:
-        spent[resource] += busiest - after
+        critical[level] += seconds
+    ready: defaultdict[int, list[InStep]] = defaultdict(list)
+    for row in levels:
+        ready[row.level] += [parts[name] for name in row.gemms]
+    after, load, more, resource = 0.0, _load([], len(fleet)), 0.0, "latency"
+    for level in sorted((level for level in critical.keys() | ready.keys() if level >= first), reverse=True):
+        after += critical[level]  # from here on, and what keeps a resource busy from here on
+        load = load.plus(_load(ready[level], len(fleet)))
+        busiest, what = load.busiest
+        if busiest - after > more:
+            more, resource = busiest - after, what
+    spent[resource] += more
     chain = longest_chain(graph, fleet, {name: part.seconds + LEVEL_SECONDS for name, part in parts.items()})
-    wait = in_the_way([parts[name] for row in levels if row.filler for name in row.gemms])
-    changes = sum(row.level > first and not row.filler for row in levels)
-    seconds = max(before + max(after, busiest) + changes * wait, chain)
+    filler = [parts[name] for row in levels if row.filler for name in row.gemms]
+    later = [parts[row.gemms[0]] for row in levels if row.level > first and not row.filler]
+    waits = {id(part): in_the_way(filler, part) for part in {id(part): part for part in later}.values()}
+    seconds = max(sum(critical.values()) + more + sum(waits[id(part)] for part in later), chain)
     spent["latency"] += 1e-12
     return seconds, max(spent, key=lambda name: spent[name])
 

@@ -221,6 +221,7 @@ class WithServer(Conversation):
             "operand": check.whole,
             "first": check.span,
             "second": check.span,
+            "ahead": check.flag,
         },
         "cleave_push": {
             "run": check.text,

@@ -77,7 +77,7 @@ class Dealing:
             tiles = tuple(parcels[parcel].tiles[place] for parcel, place in each.tiles)
             like = parcels[each.tiles[0][0]]
             rank = like.rank if each.parcel is not None else last
-            spec = replace(like, tiles=tiles, rank=rank, resumed=like.resumed or resumed, kept=())
+            spec = replace(like, tiles=tiles, rank=rank, resumed=like.resumed or resumed, kept=(), ahead=None)
             if each.parcel is not None:
                 self._fill(tasks[each.parcel], spec, each)
             else:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,21 +27,20 @@ from cleave_dask._version import __version__
 from cleave_dask.errors import CleaveError
 from cleave_dask.planning.cost import FILLER_SHARE
 from cleave_dask.runtime.clock import ServerClock
+from cleave_dask.runtime.early import EarlyTiles
+from cleave_dask.runtime.fetching import Fetcher, arrived
 from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
 from cleave_dask.runtime.measuring import measure_in_turn
 from cleave_dask.runtime.multiplying import multiplied
-from cleave_dask.runtime.operands import Need, Piece, SliceCache, assembled, operand_slices
+from cleave_dask.runtime.operands import Piece, SliceCache, assembled
 from cleave_dask.runtime.pausing import pause_while
-from cleave_dask.runtime.pipelines import Pipeline
+from cleave_dask.runtime.pipelines import Ways
 from cleave_dask.runtime.refusing import refuse_all_but_tiles
-from cleave_dask.runtime.tiles import ParcelSpec, SliceName, TileSpec, own_bytes
+from cleave_dask.runtime.tiles import ParcelSpec, TileSpec, own_bytes
 
 logger = logging.getLogger(__name__)
-
-AT_LEAST = 2
-"""Tiles that ask for operands at once, or send results, however large: one is under way while the other is answered."""
 
 PARCELS = 64
 """Parcels that may be open at once; it is tiles that wait for their turn, the most urgent first, not parcels."""
@@ -66,11 +66,11 @@ class DeviceRuntime:
         self.links = lent.links
         half = lent.memory // 2
         chosen = half if config.get("device.cache") is None else config.nbytes("device.cache")
-        self.cache = SliceCache(min(chosen, half))
         self.places = Gate(config.whole("device.window"), half / 2)
-        self.pulls, self.pushes = Gate(AT_LEAST, 0), Gate(AT_LEAST, 0)
         self.turns = Gate(1, 0)  # at the multiplier
-        self.pulling, self.pushing = Pipeline(worker), Pipeline(worker)
+        self.fetcher = Fetcher(worker, self.links, SliceCache(min(chosen, half)))
+        self.early = EarlyTiles(self.fetcher, self._tile)
+        self.pushing = Ways(worker)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
         self._asking: asyncio.Task[None] | None = None
@@ -83,7 +83,8 @@ class DeviceRuntime:
         The former device may be alive and working from the other end.
         """
         self._set_clock(server)
-        self.pulls.limit, self.pushes.limit = self.links.windows
+        for ways, window in zip((self.fetcher.ways, self.pushing), self.links.windows, strict=True):
+            ways.widen(window)
         specs = list(parcel.specs())
         tiles: list[asyncio.Task[None]] = []
         await self.links.assigned()
@@ -92,11 +93,12 @@ class DeviceRuntime:
                 call = self.worker.rpc(server).cleave_wanted
                 wanted = set(await call(run=parcel.run, step=parcel.step, job=parcel.job, tiles=parcel.numbers))
                 specs = [spec for spec in (reversed(specs) if again else specs) if spec.tile in wanted]
-            sizes = own_bytes(specs)
             tiles = [
-                asyncio.ensure_future(self._tile(spec, server, parcel, parcel.rank + n, size))
-                for n, (spec, size) in enumerate(zip(specs, sizes, strict=True))
+                asyncio.ensure_future(self._ordered(spec, server, parcel, rank, size))
+                for rank, (spec, size) in enumerate(zip(specs, own_bytes(specs), strict=True), parcel.rank)
             ]
+            if parcel.ahead is not None:
+                self.early.begin(server, parcel, parcel.ahead)
             await asyncio.gather(*tiles)
             await self.links.reported()
         except OSError as error:
@@ -108,6 +110,10 @@ class DeviceRuntime:
                 tile.cancel()
         return len(specs)
 
+    async def _ordered(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
+        if not await self.early.made(spec):
+            await self._tile(spec, server, parcel, rank, size)
+
     async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         """Pull, multiply, push; several tiles at a time, so that all three go on side by side.
 
@@ -117,22 +123,20 @@ class DeviceRuntime:
         share = FILLER_SHARE if parcel.filler else 1.0
         async with self.places.through(rank, size, share):
             start = perf_counter()
-            async with self.pulls.through(rank, size, share):
+            async with self.fetcher.turn(spec, rank, size, filler=parcel.filler):
                 entered = perf_counter()
-                needs = operand_slices(spec)
-                fetched = [self._request(server, need) for need in needs]
-                operands = [self.cache.pieces(need) for need in needs]
-                await asyncio.gather(*(asyncio.shield(piece.arriving) for pieces in operands for piece in pieces))
+                operands, fetched = self.fetcher.operands(server, spec, filler=parcel.filler)
+                await arrived(operands)
             pulled = perf_counter()
             async with self.turns.through(rank, 0):
                 work = asyncio.get_running_loop().run_in_executor(self.multiplier, self._multiply, spec, operands)
                 results, seconds = await work
             nbytes = sum(result.nbytes for result in results)
-            async with self.pushes.through(rank, nbytes, share):
+            async with self.pushing.turn(rank, nbytes, filler=parcel.filler):
                 timing = {
                     "queued": perf_counter() - pulled - seconds + entered - start,
                     "sent": self.clock.now(),
-                    "down_bytes": sum(fresh.result().nbytes for asked in fetched for fresh in asked),
+                    "down_bytes": sum(fresh.result().nbytes for fresh in fetched),
                 }
                 message = {
                     "run": spec.run,
@@ -146,7 +150,8 @@ class DeviceRuntime:
                     "moved": self.links.observed(),
                     "arrays": [to_serialize(result) for result in results],
                 }
-                answer = await self.links.push(lambda: self.pushing.call(server, "cleave_push", **message), nbytes)
+                push = partial(self.pushing.call, server, "cleave_push", filler=parcel.filler, **message)
+                answer = await self.links.push(push, nbytes)
         if not answer["accepted"]:
             logger.warning("Tile %s of job %s was rejected: %s", spec.tile, spec.job, answer["why"])
             raise Reschedule
@@ -155,24 +160,6 @@ class DeviceRuntime:
         """Ask for the server's time now and then, beside the tiles."""
         if self.clock.due(server):
             self._asking = asyncio.ensure_future(self.clock.ask(self.worker.rpc(server).cleave_clock))
-
-    def _request(self, server: str, need: Need) -> list[asyncio.Future[Array]]:
-        """Have what is missing of a slice fetched; what was asked for."""
-        asked: list[asyncio.Future[Array]] = []
-        for part in self.cache.missing(need):
-            asked.append(asyncio.ensure_future(self._fetch(server, part.name)))
-            self.cache.add(part, asked[-1])
-        return asked
-
-    async def _fetch(self, server: str, name: SliceName) -> Array:
-        run, step, job, operand, first, second = name
-        question = {"run": run, "step": step, "job": job, "operand": operand, "first": first, "second": second}
-        answer = await self.links.pull(
-            lambda: self.pulling.call(server, "cleave_pull", **question),
-            lambda answer: sum(part.nbytes for part in answer["parts"]),
-        )
-        parts: list[Array] = answer["parts"]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=answer["axis"])
 
     def _multiply(self, spec: TileSpec, operands: Sequence[Sequence[Piece]]) -> tuple[tuple[Array, ...], float]:
         start = perf_counter()
@@ -216,6 +203,7 @@ def dask_teardown(worker: Worker) -> None:
     runtime: DeviceRuntime = worker.extensions["cleave"]
     for task in runtime.background:
         task.cancel()
-    runtime.pulling.close()
+    runtime.early.close()
+    runtime.fetcher.close()
     runtime.pushing.close()
     runtime.multiplier.shutdown(wait=False, cancel_futures=True)

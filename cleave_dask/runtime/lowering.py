@@ -8,7 +8,7 @@ the scheduler expands, so that a step of 50,000 tiles costs the client next to n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -24,9 +24,12 @@ from cleave_dask.graph.ir import Gemm, Range, StepGraph
 from cleave_dask.planning.parcels import Work, parcel_works
 from cleave_dask.planning.values import Plan, Tile, Tiles
 from cleave_dask.runtime.device import run_parcel
-from cleave_dask.runtime.rounds import Schedule, deaths, schedule
+from cleave_dask.runtime.rounds import Next, Schedule, deaths, following, schedule
 from cleave_dask.runtime.tasks import OrderedTask, finish_step, read_block, run_round
 from cleave_dask.runtime.tiles import ParcelSpec, Values
+
+EARLY = 4
+"""Tiles of a device that it may begin before they are ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class JobSkeleton:
     filler: bool  # nothing but the update waits for it
     values: Values = ()
     kept: tuple[bool, ...] = ()
+    next: Next | None = None  # what devices may ask for ahead
 
     def parcels(
         self, run: str, step: int, job: int, *, resumed: bool = False
@@ -75,7 +79,7 @@ class Skeleton:
         graph: dict[Key, OrderedTask] = {}
         waited: set[int] = set()
         for number, job in enumerate(self.jobs):
-            graph.update(job_tasks(job, run, step, number, resumed=self.resumed))
+            graph.update(job_tasks(job, run, step, number, resumed=self.resumed, ahead=self._ahead(job, run, step)))
             waited.update(job.after)
         for number, (jobs, after, rank) in enumerate(self.rounds):
             key = round_key(run, step, number)
@@ -90,14 +94,32 @@ class Skeleton:
         graph[key] = OrderedTask(key, finish_step, run, step, after=last, rank=rank)
         return graph
 
+    def _ahead(self, job: JobSkeleton, run: str, step: int) -> dict[str | None, ParcelSpec]:
+        """The first tiles that each device has of the next job, as one parcel."""
+        found: dict[str | None, ParcelSpec] = {}
+        if job.next is not None:
+            for spec, device, _ in self.jobs[job.next.job].parcels(run, step, job.next.job):
+                first = found.get(device, replace(spec, tiles=(), at_hand=job.next.at_hand))
+                found[device] = replace(first, tiles=(*first.tiles, *spec.tiles)[:EARLY])
+        return found
+
 
 def job_tasks(
-    job: JobSkeleton, run: str, step: int, number: int, *, resumed: bool = False
+    job: JobSkeleton,
+    run: str,
+    step: int,
+    number: int,
+    *,
+    resumed: bool = False,
+    ahead: Mapping[str | None, ParcelSpec] | None = None,
 ) -> Iterator[tuple[Key, OrderedTask]]:
-    """One task per parcel of a job."""
+    """One task per parcel of a job; the last of each device says what it may ask for ahead."""
     order = [round_key(run, step, other) for other in job.after]
+    last = {device: index for index, device in enumerate(job.devices)}
     for index, (spec, device, work) in enumerate(job.parcels(run, step, number, resumed=resumed)):
         key = parcel_key(run, step, number, index)
+        if ahead and device is not None and device in ahead and last[device] == index:
+            spec = replace(spec, ahead=ahead[device])
         place: dict[str, Any] = {
             "place": "device",
             "rank": spec.rank,
@@ -154,9 +176,10 @@ class Lowered:
     @cached_property
     def skeleton(self) -> Skeleton:
         """What travels to the scheduler."""
+        jobs, nexts = self.schedule.jobs, following(self.schedule)
         return Skeleton(
             rounds=tuple((r.jobs, r.after, r.rank) for r in self.schedule.rounds),
-            jobs=tuple(job_skeleton(j.gemm, j.tiles, j.after, j.rank) for j in self.schedule.jobs),
+            jobs=tuple(job_skeleton(j.gemm, j.tiles, j.after, j.rank, nexts.get(n)) for n, j in enumerate(jobs)),
         )
 
     @cached_property
@@ -186,7 +209,9 @@ def lower(graph: StepGraph, plan: Plan) -> Lowered:
     return Lowered(graph, plan, schedule(graph, plan))
 
 
-def job_skeleton(gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int) -> JobSkeleton:
+def job_skeleton(
+    gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int, following: Next | None = None
+) -> JobSkeleton:
     """The compact form of a job."""
     parcels = tiles.parcels()
     order = np.fromiter(chain.from_iterable(numbers for _, numbers in parcels), dtype=np.int32, count=len(tiles))
@@ -196,9 +221,8 @@ def job_skeleton(gemm: Gemm, tiles: Tiles, after: tuple[int, ...], rank: int) ->
     works = parcel_works(gemm, cuts[:, 1:], parcel, tiles.owner[order], tiles.kept)
     devices = tuple(device for device, _ in parcels)
     kind = gemm.kind, gemm.tile_dtype, gemm.causal, gemm.scale
-    return JobSkeleton(
-        *kind, cuts, ends, devices, works, after, rank, gemm.role == "dW", values=tiles.values, kept=tiles.kept
-    )
+    skeleton = JobSkeleton(*kind, cuts, ends, devices, works, after, rank, filler=gemm.role == "dW")
+    return replace(skeleton, values=tiles.values, kept=tiles.kept, next=following)
 
 
 def grid_of(tiles: Iterable[Tile]) -> tuple[list[Range], list[Range]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cleave_dask.runtime import checking as check
@@ -12,14 +13,17 @@ from cleave_dask.runtime.tiles import ParcelSpec
 TILES = 1 << 20
 """Tiles of a parcel at most."""
 
-OPERANDS = 2
+SHARED = 2
 """Operands of a gemm, the only kind that shares them."""
 
+OPERANDS = 6
+"""Operands of any kind at most: those of an attention's way back."""
 
-def write_order(parcel: ParcelSpec, server: str, again: bool) -> dict[str, Any]:
-    """A parcel as it is sent."""
-    fields = {name: getattr(parcel, name) for name in ParcelSpec.__slots__}
-    return {**fields, "server": server, "again": again}
+
+def write_order(parcel: ParcelSpec, server: str, again: bool, *, planned: bool = True) -> dict[str, Any]:
+    """A parcel as it is sent; to another than its planned device, or for a second time, without what is ahead of it."""
+    kept = parcel if planned and not again else replace(parcel, ahead=None)
+    return {**_fields(kept), "server": server, "again": again}
 
 
 def read_order(told: Any) -> tuple[ParcelSpec, str, bool]:
@@ -29,6 +33,20 @@ def read_order(told: Any) -> tuple[ParcelSpec, str, bool]:
     fields = chosen(told, _FIELDS)
     server, again = fields.pop("server"), fields.pop("again")
     return ParcelSpec(**fields), server, again
+
+
+def _fields(parcel: ParcelSpec) -> dict[str, Any]:
+    fields = {name: getattr(parcel, name) for name in ParcelSpec.__slots__}
+    return fields if parcel.ahead is None else {**fields, "ahead": _fields(parcel.ahead)}
+
+
+def _ahead(value: Any) -> ParcelSpec | None:
+    """Another parcel, with none ahead of it."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("ahead") is not None:
+        raise Refused("tiles to come that are no parcel")
+    return ParcelSpec(**chosen(value, _PARCEL))
 
 
 def _tiles(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -44,7 +62,7 @@ def _tile(value: Any) -> tuple[int, ...]:
 
 
 def _values(value: Any) -> tuple[tuple[int, bool], ...]:
-    if not isinstance(value, tuple) or len(value) > OPERANDS or not all(_is_value(part) for part in value):
+    if not isinstance(value, tuple) or len(value) > SHARED or not all(_is_value(part) for part in value):
         raise Refused("operands that are no numbers")
     return value
 
@@ -55,11 +73,11 @@ def _is_value(value: Any) -> bool:
 
 def _flags(value: Any) -> tuple[bool, ...]:
     if not isinstance(value, tuple) or len(value) > OPERANDS or not all(type(part) is bool for part in value):
-        raise Refused("what a device keeps that is no list of yes and no")
+        raise Refused("operands that are no list of yes and no")
     return value
 
 
-_FIELDS: dict[str, check.Check] = {
+_PARCEL: dict[str, check.Check] = {
     "run": check.text,
     "step": check.whole,
     "job": check.whole,
@@ -73,6 +91,8 @@ _FIELDS: dict[str, check.Check] = {
     "resumed": check.flag,
     "values": _values,
     "kept": _flags,
-    "server": check.text,
-    "again": check.flag,
+    "ahead": _ahead,
+    "at_hand": _flags,
 }
+
+_FIELDS: dict[str, check.Check] = {**_PARCEL, "server": check.text, "again": check.flag}

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from distributed import Worker
 from distributed.comm import Comm, CommClosedError
 
 from cleave_dask.errors import CleaveError
+from cleave_dask.planning.cost import FILLER_SHARE
+from cleave_dask.runtime.gates import Gate
+
+AT_LEAST = 2
+"""Tiles that ask for operands at once, or send results, however large: one is under way while the other is answered."""
 
 
 class Pipeline:
@@ -81,3 +87,32 @@ class Pipeline:
                 answer.set_exception(failed)
             else:
                 answer.set_result(told)
+
+
+class Ways:
+    """Two connections in one direction of a device's link: what others wait for never stands behind filler.
+
+    While both are in use each has about half of the link.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._pipelines = {filler: Pipeline(worker) for filler in (False, True)}
+        self._gates = {filler: Gate(AT_LEAST, 0) for filler in (False, True)}
+
+    def widen(self, window: float) -> None:
+        """Set how many bytes should be under way at once."""
+        for filler, gate in self._gates.items():
+            gate.limit = FILLER_SHARE * window if filler else window
+
+    def turn(self, rank: int, nbytes: float, *, filler: bool) -> AbstractAsyncContextManager[None]:
+        """Wait until more may be under way, the smallest rank first."""
+        return self._gates[filler].through(rank, nbytes)
+
+    async def call(self, server: str, op: str, *, filler: bool, **message: Any) -> Any:
+        """Ask, as `Pipeline.call` does."""
+        return await self._pipelines[filler].call(server, op, **message)
+
+    def close(self) -> None:
+        """Break both connections."""
+        for pipeline in self._pipelines.values():
+            pipeline.close()

@@ -8,8 +8,10 @@ nothing but what it reads, so a gradient that only the optimizer needs never hol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from cleave_dask.graph.ir import Gemm, Op, Step, StepGraph
@@ -49,6 +51,19 @@ class Schedule:
     rounds: tuple[Round, ...]
     jobs: tuple[Job, ...]
     readers: Mapping[str, int]
+
+    @cached_property
+    def round_of(self) -> dict[int, int]:
+        """The round that gathers each job."""
+        return {job: number for number, this in enumerate(self.rounds) for job in this.jobs}
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """The job that can begin as soon as another is gathered."""
+
+    job: int
+    at_hand: tuple[bool, ...]  # its operands that are there before
 
 
 def schedule(graph: StepGraph, plan: Plan) -> Schedule:
@@ -192,6 +207,37 @@ class _Cutter:
 def _rank(level: int, position: int) -> int:
     """Smaller runs first: by level, then in program order; room for the tiles of one gemm in between."""
     return (level << 40) + (position << 20)
+
+
+def following(steps: Schedule) -> dict[int, Next]:
+    """For jobs of the critical path the next one, if it waits for nothing more than the round of this one.
+
+    What a device asks for ahead is then published by one round at one time, and that round waits for nothing that is
+    asked for ahead of it: nobody waits in a circle.
+    """
+    before: list[int] = []  # rounds that are done once a round is, itself included, each a bit
+    for number, this in enumerate(steps.rounds):
+        before.append(
+            1 << number | _together(before, (*this.after, *(r for job in this.jobs for r in steps.jobs[job].after)))
+        )
+    made = {name: number for number, this in enumerate(steps.rounds) for name in this.publishes}
+    critical = sorted((job.rank, number) for number, job in enumerate(steps.jobs) if job.gemm.role != "dW")
+    found: dict[int, Next] = {}
+    for (_, number), (_, other) in pairwise(critical):
+        job, then = steps.jobs[number], steps.jobs[other]
+        done = _together(before, job.after)
+        if all((done | 1 << steps.round_of[number]) >> waited & 1 for waited in then.after):
+            makers = [[made[part.name] for part in operand.parts if part.name in made] for operand in then.gemm.inputs]
+            found[number] = Next(other, tuple(all(done >> maker & 1 for maker in each) for each in makers))
+    return found
+
+
+def _together(sets: list[int], numbers: Iterable[int]) -> int:
+    """The union of some sets of bits."""
+    union = 0
+    for number in numbers:
+        union |= sets[number]
+    return union
 
 
 def deaths(graph: StepGraph, this: Round) -> list[set[str]]:

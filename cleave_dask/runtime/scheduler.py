@@ -179,8 +179,9 @@ class SteeringPlugin(SchedulerPlugin):
                 message["run_spec"] = ToPickle(Task(ts.key, mend_parcel, spec.args[0], *self._mending[ts.key]))
             elif spec.place == "device":
                 assert ts.processing_on is not None
-                server = self.spread.of(str(ts.processing_on.name))
-                message["run_spec"] = write_order(spec.args[0], server, ts.key in self._sent)
+                name = str(ts.processing_on.name)
+                planned, address = name == spec.device, self.spread.of(name)
+                message["run_spec"] = write_order(spec.args[0], address, ts.key in self._sent, planned=planned)
                 self._sent.add(ts.key)
         return message
 
@@ -299,8 +300,7 @@ class SteeringPlugin(SchedulerPlugin):
         if self._devices.get(name) is not ws:
             self._tell("joined", name)
         self._devices[name] = ws
-        figures = Figures.of(device)
-        self.dispatcher.device_joined(name, figures, monotonic())
+        self.dispatcher.device_joined(name, Figures.of(device), monotonic())
         self._hear_pause(name, ws)
 
     def _hear_pause(self, name: str, ws: WorkerState) -> None:

@@ -32,6 +32,7 @@ from cleave_dask.graph.ir import Gemm, Range
 from cleave_dask.planning.trust import Trust
 from cleave_dask.planning.values import Plan, Tile
 from cleave_dask.runtime.admission import ServerAdmission
+from cleave_dask.runtime.bells import Bell
 from cleave_dask.runtime.kernels import Kernel, calm_products, load_kernel, measure_flops, threads
 from cleave_dask.runtime.lowering import lower
 from cleave_dask.runtime.optimizers import unpack
@@ -69,6 +70,10 @@ class ServerRuntime:
         self._names: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()
         self.porters: Porters | None = None  # who talks with devices, if there are several processes
         self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
+        self.rounds = ThreadPoolExecutor(
+            1, thread_name_prefix="cleave-round"
+        )  # those that run before they are asked for
+        self.bell = Bell()  # rung when there are new values, or a step is over
         calls: tuple[Callable[..., Any], ...] = (
             self.cleave_pull,
             self.cleave_push,
@@ -93,9 +98,11 @@ class ServerRuntime:
     # What devices call
 
     async def cleave_pull(
-        self, run: str, step: int, job: int, operand: int, first: Range, second: Range
+        self, run: str, step: int, job: int, operand: int, first: Range, second: Range, ahead: bool = False
     ) -> dict[str, Any]:
-        """An operand slice."""
+        """An operand slice; one that is asked for ahead, once its numbers are there."""
+        if ahead:
+            await self.published(run, step, job, operand)
         parts, axis = await self.off_loop(self.sliced, run, step, job, operand, first, second)
         return {"parts": [to_serialize(part) for part in parts], "axis": axis}
 
@@ -165,6 +172,7 @@ class ServerRuntime:
         """Start a step on a batch, an array and its dtype for each source; `first` of an update, or a further one."""
         tensors = {source: from_wire(array, dtype) for source, (array, dtype) in batch.items()}
         self._training(run).begin(step, tensors, first=first)
+        self.bell.ring()
 
     def cleave_get(self, run: str, name: str) -> dict[str, Any]:
         """One weight or buffer as it is now."""
@@ -209,17 +217,24 @@ class ServerRuntime:
         training = self.trainings.pop(run, None)
         if training is not None:
             training.close()
+            self.bell.ring()
 
     # What its own Dask tasks call
 
     def run_round(self, run: str, step: int, number: int) -> None:
         """One round of a step."""
-        with torch.no_grad():
-            self._training(run).run_round(step, number)
+        try:
+            with torch.no_grad():
+                self._training(run).run_round(step, number)
+        finally:
+            self.bell.ring()
 
     def finish_step(self, run: str, step: int) -> dict[str, Any]:
         """The end of a step."""
-        return self._training(run).finish(step)
+        try:
+            return self._training(run).finish(step)
+        finally:
+            self.bell.ring()
 
     def mend(self, parcel: ParcelSpec, kernel: str, cores: int) -> int:
         """What a lost device had not delivered of a parcel, made here as by so many cores; how many tiles."""
@@ -238,6 +253,10 @@ class ServerRuntime:
 
     # What porters ask (server_desk), and what is told of them
 
+    async def published(self, run: str, step: int, job: int, operand: int) -> None:
+        """Wait until an operand is there."""
+        await self.bell.until(lambda: self._run(run).published(step, job, operand))
+
     def sliced(
         self, run: str, step: int, job: int, operand: int, first: Range, second: Range
     ) -> tuple[list[Array], int]:
@@ -255,6 +274,7 @@ class ServerRuntime:
             if identity in self.trust.quarantined:
                 raise StepError(f"{identity} is in quarantine: {self.trust.quarantined[identity]}")
             await self.off_loop(partial(self._run(run).accept, step, job, tile, arrays, attempt, check=check))
+            self._advance(run, step, job)
         except TileRejected as error:
             await self._quarantine(identity, f"step {step}: {error}")
             return {"accepted": False, "why": str(error)}
@@ -287,6 +307,12 @@ class ServerRuntime:
         if found is None:
             raise StepError(f"the server knows no run '{run}'; it was closed, or the server has restarted")
         return found
+
+    def _advance(self, run: str, step: int, job: int) -> None:
+        """Run the round of a job that has all of its tiles, before Dask has heard of the last one and asks for it."""
+        number = self._run(run).due(step, job)
+        if number is not None:
+            self.rounds.submit(self.run_round, run, step, number)  # what it raises, it raises again for its task
 
     def _kernel(self, name: str) -> Kernel:
         """A kernel, as devices have them."""
@@ -349,5 +375,6 @@ async def dask_teardown(worker: Worker) -> None:
     """Stop the copying threads, and the porters."""
     runtime: ServerRuntime = worker.extensions["cleave"]
     runtime.copies.shutdown(wait=False, cancel_futures=True)
+    runtime.rounds.shutdown(wait=False, cancel_futures=True)
     if runtime.porters is not None:
         await runtime.porters.close()

@@ -25,6 +25,10 @@ class Keeper(Protocol):
         """Take in a tile."""
         ...
 
+    async def published(self, run: str, step: int, job: int, operand: int) -> None:
+        """Wait until an operand is there."""
+        ...
+
     def sliced(
         self, run: str, step: int, job: int, operand: int, first: Range, second: Range
     ) -> tuple[list[Array], int]:
@@ -43,7 +47,9 @@ class Keeper(Protocol):
 def make_desk(keeper: Keeper) -> Desk:
     """All that porters ask, by operation."""
 
-    async def pull(hatch: Hatch, arrived: float, **told: Any) -> dict[str, Any]:
+    async def pull(hatch: Hatch, arrived: float, ahead: bool, **told: Any) -> dict[str, Any]:
+        if ahead:
+            await keeper.published(told["run"], told["step"], told["job"], told["operand"])
         parts, axis = await keeper.off_loop(_placed, keeper, hatch, told)
         return {"parts": parts, "axis": axis}
 

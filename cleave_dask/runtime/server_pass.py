@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cleave_dask.errors import StepError
 from cleave_dask.graph.ir import Gemm, Op, Range
 from cleave_dask.runtime.counting import Counters
 from cleave_dask.runtime.interpreter import Scope, run_gemm, run_op
@@ -68,6 +69,27 @@ class Pass:
     def slice(self, job: int, operand: int, ranges: tuple[Range, Range]) -> tuple[list[Array], int]:
         """The slice of an operand, in parts, and the axis along which they are joined."""
         return operand_slice(self.job(job).gemm, operand, ranges, self._checker(job).read)
+
+    def published(self, job: int, operand: int) -> bool:
+        """Whether the numbers of an operand are there; StepError if its job is over, so that nobody waits for them."""
+        gathering = self.gatherings.get(job)
+        if gathering is not None and gathering.complete:
+            raise StepError(f"job {job} of step {self.step} is over")
+        return all(part.name in self.values for part in self.job(job).gemm.inputs[operand].parts)
+
+    def due(self, job: int) -> int | None:
+        """The round of a job, if it can run and nobody has begun it."""
+        number = self.lowered.schedule.round_of[job]
+        this = self.lowered.schedule.rounds[number]
+        with self._lock:
+            if number in self._outcomes or not all(self._done(other) for other in this.after):
+                return None
+        gathered = [self.gatherings.get(each) for each in this.jobs]
+        return number if all(each is not None and each.complete for each in gathered) else None
+
+    def _done(self, number: int) -> bool:
+        outcome = self._outcomes.get(number)
+        return outcome is not None and outcome.done() and outcome.exception() is None
 
     def operands(self, job: int, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
         """The slices of all operands of a tile, as they would travel."""

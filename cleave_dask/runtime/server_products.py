@@ -31,6 +31,14 @@ class Product:
         """The slice of an operand that a device asks for."""
         return operand_slice(self.gemm, operand, ranges, self._checker.read)
 
+    def published(self, step: int, job: int, operand: int) -> bool:
+        """Both operands are there from the start."""
+        return True
+
+    def due(self, step: int, job: int) -> None:
+        """There are no rounds."""
+        return None
+
     def operands(self, step: int, job: int, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
         """The slices of both operands of a tile that is made here."""
         return self._checker.operands(spans)

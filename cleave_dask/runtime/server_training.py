@@ -140,6 +140,14 @@ class Training:
         found.counters.sent(sum(part.nbytes for part in parts))
         return parts, axis
 
+    def published(self, step: int, job: int, operand: int) -> bool:
+        """Whether an operand is there."""
+        return self.pass_of(step).published(job, operand)
+
+    def due(self, step: int, job: int) -> int | None:
+        """The round of a job, if it can run and nobody has begun it."""
+        return self.pass_of(step).due(job)
+
     def operands(self, step: int, job: int, spans: Sequence[tuple[Range, Range]]) -> list[Array]:
         """The slices of all operands of a tile that is made here, as they would travel."""
         return self.pass_of(step).operands(job, spans)

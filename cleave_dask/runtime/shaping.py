@@ -87,6 +87,11 @@ class Meter:
             self.seconds += now - self._since
         self._since, self._arrived = now, 0
 
+    def beside(self, nbytes: int) -> None:
+        """Bytes of a transfer whose beginning nobody saw: they count if others were under way with them."""
+        if self._flying:
+            self._arrived += nbytes
+
     def take(self) -> tuple[int, float]:
         """Bytes and seconds since this was last asked."""
         taken = self.bytes, self.seconds
@@ -129,6 +134,15 @@ class Links:
             return answer
         finally:
             self.down_meter.ended(perf_counter(), nbytes)
+
+    async def await_pull(self, call: Callable[[], Awaitable[Answer]], size: Callable[[Answer], int]) -> Answer:
+        """Ask for what the other side sends when it has it: when that begins to come is not known here."""
+        await _pause(self.up.latency)
+        answer = await call()
+        nbytes, now = size(answer), perf_counter()
+        self.down_meter.beside(nbytes)
+        await _pause(self.down.book(nbytes, now) - now)
+        return answer
 
     async def push(self, call: Callable[[], Awaitable[Answer]], nbytes: int) -> Answer:
         """Send so that the other side has everything when its last byte has gone up; then hear what it says."""

@@ -145,8 +145,22 @@ class SimulatedDevice:
         self.device = replace(self.device, down=down, up=up)
         self.figures = Figures.of(self.device)
 
+    def trip(self, *, told: bool) -> float:
+        """Seconds from an order to the first byte of its operands, which whoever was told before has asked for."""
+        down, up = self.device.down.latency, self.device.up.latency
+        return down if told else 2 * down + up  # gets, or is told, asks, gets
+
+    def report(self, *, awaited: bool) -> float:
+        """Seconds until the scheduler hears of a parcel that is in; who is `awaited` has been begun without that."""
+        return 0.0 if awaited else self.device.up.latency + self.device.down.latency
+
+    def beside(self, run: Run | None, aside: Run) -> float:
+        """Seconds that filler under way takes of the downlink: it and a run share it for as long as both last."""
+        under_way = self.under_way(aside, self.down_seconds(aside))
+        return under_way if run is None else min(under_way, self.down_seconds(run))
+
     def under_way(self, run: Run, seconds: float) -> float:
-        """Seconds of a link that tiles of filler take which are under way and come first, if all take `seconds`."""
+        """Seconds of a link that tiles of filler take which are under way, if all take `seconds`."""
         tile = seconds / len(run.down)
         window = FILLER_SHARE * (2 * self.device.down.latency + UNDER_WAY)
         return max(TILES_UNDER_WAY * tile, window) - tile / 2  # the first of them is half through
@@ -208,7 +222,8 @@ class SimulatedDevice:
             self._half_a_tile = flops[-1] * rate / 2
         beside = self.costs.message + run.down_bytes * self.costs.confirmation / len(run.down)
         carried, rate = [up + beside for up in cut.up[run.tiles]], self.factor / self.device.up.bandwidth
-        run.sent = self.uplink.serve(run.multiplied, carried, rate, filler=filler, behind=self._results_under_way)
+        shared = min(self._results_under_way, sum(carried) * rate)  # half and half for as long as both last
+        run.sent = self.uplink.serve(run.multiplied, carried, rate, filler=filler, behind=shared)
         if filler:
             self._results_under_way = self.under_way(run, run.up_bytes * rate)
         run.stood = self.uplink.stood

@@ -23,7 +23,7 @@ from cleave_dask.planning.cost import Shape
 from cleave_dask.planning.dispatch import Dispatcher
 from cleave_dask.planning.mending import mends
 from cleave_dask.planning.values import Plan, Tiles, check_plan
-from cleave_dask.runtime.rounds import Schedule, followers, schedule
+from cleave_dask.runtime.rounds import Schedule, followers, following, schedule
 from cleave_dask.runtime.trace import MOST_ROWS, Trace
 from cleave_dask.simulation.collecting import without_collecting
 from cleave_dask.simulation.cuts import Cut, cut, recut
@@ -83,6 +83,8 @@ class Simulator:
         self._left_of_round = [len(this.jobs) + len(this.after) for this in self.schedule.rounds]
         self._rounds_left = len(self.schedule.rounds)
         self._followers = followers(self.schedule)
+        self._next = following(self.schedule)  # of jobs, what devices begin before it is ordered
+        self._early = {then.job for then in self._next.values()}
         checking = VERIFIED / plan.fleet.server.flops
         self._per_byte = [costs.byte + checking / ITEMSIZE[job.gemm.tile_dtype] for job in self.schedule.jobs]
         self._cuts: dict[tuple[Any, ...], list[Cut]] = {}
@@ -210,13 +212,13 @@ class Simulator:
             self._send(index, device)
 
     def _send(self, number: int, name: str) -> None:
-        """The scheduler turns to a parcel; the device asks for operands once it has heard of it."""
+        """The scheduler turns to a parcel; the device asks for operands once it has heard of it, or has done so."""
         self._scheduler_free = max(self._scheduler_free, self.now) + self.costs.parcel
         device, parcel = self.devices[name], self.parcels[number]
         attempt = Attempt(number, parcel, self._scheduler_free, device.life, next=parcel.accepted)
         if self._churning:
             self._under_way.setdefault(name, []).append(attempt)
-        trip = 2 * device.device.down.latency + device.device.up.latency  # told, asks, gets
+        trip = device.trip(told=parcel.job in self._early and name == parcel.cut.device)
         self._at(self._scheduler_free + trip, self._arrived, device, attempt)
 
     def _tick(self) -> None:
@@ -247,8 +249,7 @@ class Simulator:
         if aside is not None and aside is not before:
             aside.moves += 1
             left = self.egress.take_back(self.now, (device, aside)) if self.egress else aside.ends - self.now
-            behind = min(left, device.under_way(aside, device.down_seconds(aside)))
-            aside.left = left - behind
+            aside.left = left - (behind := min(left, device.beside(run, aside)))
         if run is not None:
             self.down_bytes += run.down_bytes
             self._fetch(device, run, behind + device.down_seconds(run))
@@ -297,8 +298,7 @@ class Simulator:
         gemm = self.schedule.jobs[attempt.parcel.job].gemm.name
         self.rows += rows_of(run, gemm, device.name, self.now, by_tile=self.by_tile)
         if attempt.complete and attempt.runs_up == attempt.runs:
-            receipt = device.device.up.latency + device.device.down.latency  # and the report of it
-            self._at(taken_in + receipt, self._finished, device, run)
+            self._at(taken_in + device.report(awaited=attempt.parcel.job in self._next), self._finished, device, run)
 
     def _take_in(self, run: Run, arrived: float) -> float:
         """When the server is through with the tiles of a run: handing out, checking, writing, one after another."""

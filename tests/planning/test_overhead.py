@@ -51,6 +51,8 @@ def test_links_carry_words_and_confirmations_beside_the_numbers() -> None:
     assert part.stages[1, 0] == layout.stages[1, 0]
     assert part.seconds > layout.seconds + 2e-3  # the third round trip
     assert "server" not in part.middle
+    begun = InStep.of(layout, Rates.of(fleet), fleet.server, begun=True)
+    assert part.seconds - begun.seconds == pytest.approx(4e-3), "of three round trips one is left"
     busy = InStep.of(layout, Rates.of(fleet), Server(processes=2))
     assert busy.middle["server"] == pytest.approx((2 * TILE_SECONDS + (down + up) * BYTE_SECONDS) / 2)
     slow = InStep.of(layout, Rates.of(fleet), Server(processes=2, pace=3.0, shared_cores=4))
@@ -78,7 +80,8 @@ def test_every_level_waits_for_processes_and_a_server_may_bind() -> None:
     fleet = edge(4, None)
     free = plan(graph_of(*chain), fleet, tiling="3d")
     alone = plan(graph_of(chain[0]), fleet, tiling="3d")
-    assert free.seconds == pytest.approx(6 * alone.seconds)
+    saved = 5 * 2 * 2e-3  # devices have begun all levels but the first: one round trip each instead of three
+    assert free.seconds == pytest.approx(6 * alone.seconds - saved)
     assert all(row.seconds > row.bound_seconds + LEVEL_SECONDS for row in free.levels)
     quick = Fleet(Server(processes=1), tuple(replace(one, flops=1e15, down=FAST, up=FAST) for one in fleet.devices))
     served = plan(graph_of(*chain), quick, tiling="even", grid=(8, 8, 1))
@@ -151,7 +154,7 @@ def test_a_step_on_shared_cores_has_fewer_tiles_and_takes_on_the_simulator_what_
     alone, crowded = (plan(graph_of(*chain), fleet) for fleet in (own, shared))
     assert len(crowded.tiles) < len(alone.tiles)
     assert crowded.seconds > alone.seconds
-    assert 0.8 <= simulate(crowded).seconds / crowded.seconds <= 1.25
+    assert 0.8 <= simulate(crowded).seconds / crowded.seconds <= 1.35  # the simulator is the more cautious of the two
 
 
 def test_the_simulator_counts_work_as_the_server_does_it() -> None:

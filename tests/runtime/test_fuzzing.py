@@ -10,6 +10,7 @@ import struct
 from base64 import b64decode, encodebytes
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, wraps
 from resource import RUSAGE_SELF, getrusage
@@ -261,3 +262,20 @@ def test_an_order_is_read_as_it_was_written() -> None:
     parcel = ParcelSpec("run", 1, 2, "gemm", "float32", False, None, 7, True, ((0, 0, 1, 0, 2, 0, 3),), resumed=True)
     sent = read(written(write_order(parcel, "tls://x:1", True)))
     assert read_order(sent) == (parcel, "tls://x:1", True)
+    told = replace(parcel, ahead=replace(parcel, job=3, at_hand=(True, False)))
+    sent = read(written(write_order(told, "tls://x:1", False)))
+    assert read_order(sent) == (told, "tls://x:1", False)
+    for again, planned in ((True, True), (False, False)):
+        assert write_order(told, "tls://x:1", again, planned=planned)["ahead"] is None, "it is for its planned device"
+
+
+def test_of_what_is_ahead_nothing_is_ahead() -> None:
+    parcel = ParcelSpec("run", 1, 2, "gemm", "float32", False, None, 7, True, ((0, 0, 1, 0, 2, 0, 3),))
+    deep = replace(parcel, ahead=replace(parcel, ahead=parcel))
+    with pytest.raises(Refused, match="tiles to come"):
+        read_order(read(written(write_order(deep, "tls://x:1", False))))
+    wrongs: list[Any] = [1, [], "x", {}, {"run": "run"}]
+    for wrong in wrongs:
+        order = {**write_order(parcel, "tls://x:1", False), "ahead": wrong}
+        with pytest.raises(Refused):
+            read_order(read(written(order)))

@@ -16,7 +16,8 @@ from cleave_dask.fleet.devices import Fleet
 from cleave_dask.graph.capture import capture
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.planner import Grid, plan
-from cleave_dask.runtime.lowering import Lowered, Skeleton, StepExpression, finish_key, lower
+from cleave_dask.runtime.lowering import EARLY, Lowered, Skeleton, StepExpression, finish_key, lower
+from cleave_dask.runtime.rounds import following
 from cleave_dask.runtime.tasks import OrderedTask
 from tests import models
 
@@ -90,6 +91,48 @@ def test_gradients_of_weights_never_hold_up_the_next_layer() -> None:
     for this in step.schedule.rounds:
         roles = {step.schedule.jobs[job].gemm.role for job in this.jobs}
         assert roles != {"dX", "dW"}, "a round waits for a weight's gradient that it does not need"
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_follows_a_job_waits_for_its_round_alone(name: str) -> None:
+    """The server holds back what is asked for ahead until that round is done, which must not wait for any of it."""
+    schedule = lowered(name).schedule
+    before: list[set[int]] = []
+    for number, this in enumerate(schedule.rounds):
+        waited = {*this.after, *(other for job in this.jobs for other in schedule.jobs[job].after)}
+        before.append({number}.union(*(before[other] for other in waited)))
+    made = {value: number for number, this in enumerate(schedule.rounds) for value in this.publishes}
+    found = following(schedule)
+    for number, then in found.items():
+        job, other = schedule.jobs[number], schedule.jobs[then.job]
+        done = set[int]().union(*(before[waited] for waited in job.after))
+        assert "dW" not in (job.gemm.role, other.gemm.role)
+        assert set(other.after) <= done | {schedule.round_of[number]}
+        for operand, at_hand in zip(other.gemm.inputs, then.at_hand, strict=True):
+            makers = {made[part.name] for part in operand.parts if part.name in made}
+            assert at_hand == (makers <= done), "what the server has, it does not hold back"
+    critical = sum(job.gemm.role != "dW" for job in schedule.jobs)
+    assert len(found) >= 0.9 * (critical - 1), "layers follow each other"
+    assert any(then.at_hand == (False, True) for then in found.values()), "weights are at hand"
+
+
+def test_the_last_parcel_of_a_device_says_what_it_has_of_the_next_job() -> None:
+    graph = graph_of("llama")
+    step = lower(graph, plan(graph, Fleet.sample(3), min_flops=0))
+    jobs = step.skeleton.jobs
+    tasks = [task for task in step.tasks("run", 5).values() if task.place == "device"]
+    told = [task for task in tasks if task.args[0].ahead is not None]
+    assert told
+    for task in told:
+        parcel, ahead = task.args[0], task.args[0].ahead
+        assert jobs[parcel.job].next is not None
+        assert (ahead.run, ahead.step, ahead.job) == ("run", 5, jobs[parcel.job].next.job)
+        own = [other.args[0] for other in tasks if other.args[0].job == ahead.job and other.device == task.device]
+        first = [tile for other in sorted(own, key=lambda other: other.rank) for tile in other.tiles][:EARLY]
+        assert list(ahead.tiles) == first
+        assert ahead.rank == min(other.rank for other in own)
+        later = [t for t in tasks if t.args[0].job == parcel.job and t.device == task.device and t.rank > task.rank]
+        assert not later, "the last of its parcels says it"
 
 
 def test_the_dask_graph_is_whole_and_acyclic() -> None:

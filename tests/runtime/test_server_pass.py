@@ -15,6 +15,7 @@ from cleave_dask.errors import StepError
 from cleave_dask.graph.capture import flatten_batch
 from cleave_dask.graph.torch_ops import resolve
 from cleave_dask.runtime import interpreter, server_pass
+from cleave_dask.runtime.rounds import following
 from cleave_dask.runtime.server_gathering import Attempt, Gathering
 from cleave_dask.runtime.server_pass import Pass
 from cleave_dask.runtime.tiles import TileSpec
@@ -264,3 +265,36 @@ def test_what_a_round_raises_is_raised_to_all_who_ask(
     assert one.exception() is other.exception(PATIENCE)
     with pytest.raises(MemoryError, match="no room"):
         this.run_round(number)
+
+
+def test_operands_are_published_by_their_round_which_is_due_once() -> None:
+    run = local(0.0)
+    training = run.training
+    training.begin(0, flatten_batch(run.graph, (), BATCHES[0]))
+    assert training.lowered is not None
+    jobs, found = training.lowered.schedule.jobs, following(training.lowered.schedule)
+    number, then = next(iter(found.items()))
+    for waited in jobs[number].after:
+        with torch.no_grad():
+            training.run_round(0, waited)
+    held = then.at_hand.index(False)
+    assert [training.published(0, then.job, operand) for operand in range(len(then.at_hand))] == list(then.at_hand)
+    specs = [
+        spec
+        for parcel, _, _ in training.lowered.skeleton.jobs[number].parcels("run", 0, number)
+        for spec in parcel.specs()
+    ]
+    for spec in specs:
+        assert training.due(0, number) is None, "tiles are missing"
+        run.multiply(spec)
+    due = training.due(0, number)
+    assert due == training.lowered.schedule.round_of[number]
+    assert not training.published(0, then.job, held)
+    with torch.no_grad():
+        training.run_round(0, due)
+    assert training.due(0, number) is None, "it has run"
+    assert training.published(0, then.job, held)
+    with pytest.raises(StepError, match="is over"):
+        training.published(0, number, 0)
+    with pytest.raises(StepError, match="is over"):
+        training.published(1, number, 0)
