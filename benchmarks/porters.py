@@ -158,7 +158,7 @@ async def _work(files: Files | None, nbytes: int, pipe: Connection) -> None:
     arguments = _security(files).get_connection_args("worker") if files else {}
     install()
     told = {"op": "cleave_push", **PLACE, "tile": 0, "device": "x", "timing": {}, "moved": {}}
-    pull = {"op": "cleave_pull", **PLACE, "operand": 0, "first": (0, side), "second": (0, side), "ahead": False}
+    pull = {"op": "cleave_pull", **PLACE, "operand": 0, "first": (0, side), "second": (0, side)}
     address, seconds = pipe.recv()
     converse = {"cleave_converse": lambda: WithCluster(64 << 20)}
     pushing, pulling = [await connect(address, timeout=120, **arguments, **converse) for _ in range(2)]

@@ -185,6 +185,11 @@ class Rates:
         """The same devices when a server that cannot feed all links at once leaves each that share of its own."""
         return Rates(self.down * down, self.up * up, self.flops, self.memory, self.latency)
 
+    @property
+    def told(self) -> Rates:
+        """The same of devices that have been told of their tiles and have asked: latency is that of one round trip."""
+        return Rates(self.down, self.up, self.flops, self.memory, self.latency / ROUND_TRIPS)
+
     def __len__(self) -> int:
         return len(self.down)
 

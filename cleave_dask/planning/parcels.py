@@ -28,12 +28,14 @@ class Work:
     down_bytes: float = 0.0  # on its planned device, which has the slices of its parcels before
     up_bytes: float = 0.0
     alone_bytes: float = 0.0  # down, on any other device
+    begun: bool = False  # its planned device was told of it ahead, and may be through sooner than it could be
 
     @classmethod
     def total(cls, works: Iterable[Work]) -> Work:
         """Several together."""
         each = [(work.flops, work.down_bytes, work.up_bytes, work.alone_bytes) for work in works]
-        return cls(*map(sum, zip(*each, strict=True)))
+        flops, down, up, alone = map(float, np.sum(each, axis=0)) if each else (0.0, 0.0, 0.0, 0.0)
+        return cls(flops, down, up, alone)
 
 
 @dataclass(frozen=True, slots=True)

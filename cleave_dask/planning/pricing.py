@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.graph.keeping import kept_bytes
 from cleave_dask.graph.sharing import numbered
 from cleave_dask.planning.bound import gemm_bound, kept_bound
-from cleave_dask.planning.chain import longest_chain, step_bound
+from cleave_dask.planning.chain import Alone, longest_chain, step_bound
 from cleave_dask.planning.cost import LEVEL_SECONDS, SCHEDULER_SECONDS, Floats, Rates, Shape, smallest_bytes
 from cleave_dask.planning.layout import STAGES, Layout
 from cleave_dask.planning.overhead import InStep, in_the_way
@@ -64,9 +64,9 @@ def priced(
 ) -> Plan:
     """The plan that these layouts make, by gemm, with everything that it is predicted to cost."""
     rates = Rates.of(fleet)
-    bounds = _bounds(layouts, rates, fleet.server, boxes=tiling in BOXED, scheduler_seconds=scheduler_seconds)
+    alone = _alone(rates, fleet.server, boxes=tiling in BOXED, scheduler_seconds=scheduler_seconds)
     kept = {name: layout.kept for name, layout in layouts.items()}
-    bound = step_bound(graph, fleet, kept, gemm_bounds=bounds, scheduler_seconds=scheduler_seconds)
+    bound = step_bound(graph, fleet, kept, alone, scheduler_seconds=scheduler_seconds)
     parts = _in_step(graph, layouts, rates, fleet.server)
     levels = _levels(graph, parts, bound.by_gemm)
     seconds, binding = _step_seconds(graph, fleet, parts, levels)
@@ -125,17 +125,17 @@ def _tables(graph: StepGraph, layouts: Mapping[str, Layout], names: tuple[str, .
     }
 
 
-def _bounds(
-    layouts: Mapping[str, Layout], rates: Rates, server: Server, *, boxes: bool, scheduler_seconds: float
-) -> dict[str, float]:
-    """The bound of each gemm; those of one shape have one."""
-    alone = partial(gemm_bound, boxes=boxes, scheduler_seconds=scheduler_seconds)
-    found: dict[tuple[Shape, tuple[bool, ...]], float] = {}
-    for layout in layouts.values():
-        if (key := (layout.shape, layout.kept)) not in found:
-            shape, kept = key
-            found[key] = (kept_bound(shape, kept, rates, server) if any(kept) else alone(shape, rates, server))[0]
-    return {name: found[layout.shape, layout.kept] for name, layout in layouts.items()}
+def _alone(rates: Rates, server: Server, *, boxes: bool, scheduler_seconds: float) -> Alone:
+    """The bounds of gemms by themselves; those of one shape have one."""
+
+    @cache
+    def bound(shape: Shape, kept: tuple[bool, ...], told: bool) -> float:
+        here = rates.told if told else rates
+        if any(kept):
+            return kept_bound(shape, kept, here, server)[0]
+        return gemm_bound(shape, here, server, boxes=boxes, scheduler_seconds=scheduler_seconds)[0]
+
+    return lambda shape, kept, told: bound(shape, tuple(kept), told)
 
 
 def _peaks(layouts: Mapping[str, Layout], names: tuple[str, ...], stays: Floats) -> dict[str, int]:

@@ -221,7 +221,15 @@ class WithServer(Conversation):
             "operand": check.whole,
             "first": check.span,
             "second": check.span,
-            "ahead": check.flag,
+        },
+        "cleave_await": {
+            "run": check.text,
+            "step": check.whole,
+            "job": check.whole,
+            "operand": check.whole,
+            "first": check.span,
+            "second": check.span,
+            "device": check.plain,
         },
         "cleave_push": {
             "run": check.text,

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -28,7 +29,7 @@ from cleave_dask.errors import CleaveError
 from cleave_dask.planning.cost import FILLER_SHARE
 from cleave_dask.runtime.clock import ServerClock
 from cleave_dask.runtime.early import EarlyTiles
-from cleave_dask.runtime.fetching import Fetcher, arrived
+from cleave_dask.runtime.fetching import Fetcher, JobOver
 from cleave_dask.runtime.gates import Gate
 from cleave_dask.runtime.kernels import use_threads
 from cleave_dask.runtime.lending import Lent, read_reasons, read_settings
@@ -112,7 +113,8 @@ class DeviceRuntime:
 
     async def _ordered(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         if not await self.early.made(spec):
-            await self._tile(spec, server, parcel, rank, size)
+            with suppress(JobOver):
+                await self._tile(spec, server, parcel, rank, size)
 
     async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         """Pull, multiply, push; several tiles at a time, so that all three go on side by side.
@@ -125,8 +127,7 @@ class DeviceRuntime:
             start = perf_counter()
             async with self.fetcher.turn(spec, rank, size, filler=parcel.filler):
                 entered = perf_counter()
-                operands, fetched = self.fetcher.operands(server, spec, filler=parcel.filler)
-                await arrived(operands)
+                operands, fetched = await self.fetcher.operands(server, spec, filler=parcel.filler)
             pulled = perf_counter()
             async with self.turns.through(rank, 0):
                 work = asyncio.get_running_loop().run_in_executor(self.multiplier, self._multiply, spec, operands)

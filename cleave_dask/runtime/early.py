@@ -36,15 +36,23 @@ class EarlyTiles:
         self._fetcher, self._make = fetcher, make
         self._begun: dict[Place, asyncio.Task[None]] = {}
         self._job: tuple[str, int, int] | None = None  # that they belong to
+        self._ordered: set[Place] = set()  # of the steps in flight
 
     def begin(self, server: str, ordered: ParcelSpec, following: ParcelSpec) -> None:
-        """A parcel was ordered: begin those that follow it, unless those begun before are still to be ordered."""
+        """A parcel was ordered: begin those that follow it, unless those begun before are still to be ordered.
+
+        A run that comes to no end holds up no other.
+        """
         job = ordered.run, ordered.step, ordered.job
         self._begun = {place: task for place, task in self._begun.items() if not task.done() or place[:3] == job}
-        if self._begun and self._job != job:
-            return
+        if self._job != job and (self._begun or self._fetcher.awaits):
+            if self._job is None or self._job[0] == ordered.run:
+                return
+            self.close()
         self._job = (following.run, following.step, following.job)
-        specs, room = list(following.specs()), ROOM * self._fetcher.cache.limit
+        self._ordered = {place for place in self._ordered if place[0] != following.run or place[1] == following.step}
+        specs = [spec for spec in following.specs() if _place(spec) not in self._ordered]
+        room = ROOM * self._fetcher.cache.limit
         for rank, (spec, size) in enumerate(zip(specs, own_bytes(specs), strict=True), following.rank):
             room -= size
             if room < 0 and rank > following.rank:
@@ -55,6 +63,7 @@ class EarlyTiles:
 
     async def made(self, spec: TileSpec) -> bool:
         """Whether a tile that has been ordered was begun early and is delivered; waits for it if it is under way."""
+        self._ordered.add(_place(spec))
         task = self._begun.pop(_place(spec), None)
         if task is None:
             return False
@@ -69,6 +78,8 @@ class EarlyTiles:
         """Give up what was begun."""
         for task in self._begun.values():
             task.cancel()
+        self._begun = {}
+        self._fetcher.give_up()
 
     async def _make_early(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         await self._fetcher.ahead(server, spec, parcel.at_hand, rank, size)

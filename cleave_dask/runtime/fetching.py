@@ -28,13 +28,17 @@ Answer: TypeAlias = dict[str, Any]
 Ask = Callable[[Question], Coroutine[Any, Any, Answer]]
 
 
+class JobOver(Exception):
+    """Somebody else has delivered what a tile was for, and its operands are gone from the server."""
+
+
 class Fetcher:
     """All that a device asks the server for."""
 
     def __init__(self, worker: Worker, links: Links, cache: SliceCache) -> None:
         self.cache = cache
         self.ways = Ways(worker)
-        self._links = links
+        self._worker, self._links = worker, links
         self._awaiting = Pipeline(worker)
         self._early: WeakSet[Asked] = WeakSet()  # what no tile has used yet
 
@@ -43,14 +47,26 @@ class Fetcher:
         asks = any(self.cache.missing(need) for need in operand_slices(spec))
         return self.ways.turn(rank, size, filler=filler) if asks else nullcontext()
 
-    def operands(self, server: str, spec: TileSpec, *, filler: bool) -> tuple[list[list[Piece]], list[Asked]]:
-        """The operands of a tile, as they arrive, and what was asked for because of it, now or ahead."""
-        needs = operand_slices(spec)
-        asked = [each for need in needs for each in self._request(partial(self._pull, server, filler=filler), need)]
-        operands = [self.cache.pieces(need) for need in needs]
-        early = {piece.arriving for pieces in operands for piece in pieces} & set(self._early)
-        self._early -= early
-        return operands, [*asked, *early]
+    async def operands(self, server: str, spec: TileSpec, *, filler: bool) -> tuple[list[list[Piece]], list[Asked]]:
+        """The operands of a tile once they are here, and what came because of it, asked for now or ahead.
+
+        A piece on its way was asked for by another tile, and may fail for its reasons: then this one asks itself.
+        """
+        needs, came = operand_slices(spec), list[Asked]()
+        while True:
+            asked = [each for need in needs for each in self._request(partial(self._pull, server, filler=filler), need)]
+            operands = [self.cache.pieces(need) for need in needs]
+            early = {piece.arriving for pieces in operands for piece in pieces} & set(self._early)
+            self._early -= early
+            came += [*asked, *early]
+            try:
+                await arrived(operands)
+            except Exception:
+                if any(map(_has_failed, asked)):
+                    raise
+                came = [each for each in came if not _has_failed(each)]
+                continue
+            return operands, came
 
     async def ahead(self, server: str, spec: TileSpec, at_hand: Sequence[bool], rank: int, size: int) -> None:
         """Have the operands of a tile come that is still to be ordered: those at hand, and those to be made."""
@@ -60,6 +76,15 @@ class Fetcher:
             pull = partial(self._pull, server, filler=False)
             await arrived(self._ask_early(pull, [need for need, here in needs if here]))
         await arrived(awaited)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether slices that were asked for ahead are still to come."""
+        return self._awaiting.waiting
+
+    def give_up(self) -> None:
+        """Await nothing more; whoever needs it asks for itself."""
+        self._awaiting.close()
 
     def close(self) -> None:
         """Break the connections."""
@@ -82,26 +107,31 @@ class Fetcher:
         """Ask for what the server has."""
 
         def call() -> Awaitable[Answer]:
-            return self.ways.call(server, "cleave_pull", filler=filler, **question, ahead=False)
+            return self.ways.call(server, "cleave_pull", filler=filler, **question)
 
         return await self._links.pull(call, _nbytes)
 
     async def _await(self, server: str, question: Question) -> Answer:
         """Ask for what the server will have."""
-        return await self._links.await_pull(
-            lambda: self._awaiting.call(server, "cleave_pull", **question, ahead=True), _nbytes
-        )
+        call = partial(self._awaiting.call, server, "cleave_await", **question, device=str(self._worker.name))
+        return await self._links.await_pull(call, _nbytes)
 
 
 async def _fetched(ask: Ask, name: SliceName) -> Array:
     run, step, job, operand, first, second = name
     answer = await ask({"run": run, "step": step, "job": job, "operand": operand, "first": first, "second": second})
     parts: list[Array] = answer["parts"]
+    if not parts:
+        raise JobOver(f"all tiles of job {job} of step {step} are delivered")
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=answer["axis"])
 
 
 def _nbytes(answer: Answer) -> int:
     return sum(part.nbytes for part in answer["parts"])
+
+
+def _has_failed(asked: Asked) -> bool:
+    return asked.done() and (asked.cancelled() or asked.exception() is not None)
 
 
 async def arrived(operands: Sequence[Sequence[Piece]]) -> None:

@@ -7,6 +7,7 @@ the scheduler expands, so that a step of 50,000 tiles costs the client next to n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -78,8 +79,11 @@ class Skeleton:
         """The Dask graph of one step; its last task is `finish_key(run, step)`."""
         graph: dict[Key, OrderedTask] = {}
         waited: set[int] = set()
+        told = {job.next.job for job in self.jobs if job.next is not None and not self.resumed}
         for number, job in enumerate(self.jobs):
-            graph.update(job_tasks(job, run, step, number, resumed=self.resumed, ahead=self._ahead(job, run, step)))
+            ahead = self._ahead(job, run, step)
+            known = number in told
+            graph.update(job_tasks(job, run, step, number, resumed=self.resumed, told=known, ahead=ahead))
             waited.update(job.after)
         for number, (jobs, after, rank) in enumerate(self.rounds):
             key = round_key(run, step, number)
@@ -97,7 +101,7 @@ class Skeleton:
     def _ahead(self, job: JobSkeleton, run: str, step: int) -> dict[str | None, ParcelSpec]:
         """The first tiles that each device has of the next job, as one parcel."""
         found: dict[str | None, ParcelSpec] = {}
-        if job.next is not None:
+        if job.next is not None and not self.resumed:
             for spec, device, _ in self.jobs[job.next.job].parcels(run, step, job.next.job):
                 first = found.get(device, replace(spec, tiles=(), at_hand=job.next.at_hand))
                 found[device] = replace(first, tiles=(*first.tiles, *spec.tiles)[:EARLY])
@@ -111,15 +115,19 @@ def job_tasks(
     number: int,
     *,
     resumed: bool = False,
+    told: bool = False,
     ahead: Mapping[str | None, ParcelSpec] | None = None,
 ) -> Iterator[tuple[Key, OrderedTask]]:
-    """One task per parcel of a job; the last of each device says what it may ask for ahead."""
+    """One task per parcel of a job, whose devices may have been `told` of the first; the last says what lies ahead."""
     order = [round_key(run, step, other) for other in job.after]
     last = {device: index for index, device in enumerate(job.devices)}
+    before: Counter[str | None] = Counter()  # tiles of each device
     for index, (spec, device, work) in enumerate(job.parcels(run, step, number, resumed=resumed)):
         key = parcel_key(run, step, number, index)
         if ahead and device is not None and device in ahead and last[device] == index:
             spec = replace(spec, ahead=ahead[device])
+        work = replace(work, begun=told and device is not None and before[device] < EARLY)
+        before[device] += len(spec.tiles)
         place: dict[str, Any] = {
             "place": "device",
             "rank": spec.rank,

@@ -34,6 +34,11 @@ class Pipeline:
         self._reading: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._asked)
+
     async def call(self, server: str, op: str, **message: Any) -> Any:
         """Ask; the answer, or what the server raised, or OSError if the connection breaks before."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -70,12 +70,12 @@ class ServerRuntime:
         self._names: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()
         self.porters: Porters | None = None  # who talks with devices, if there are several processes
         self.copies = ThreadPoolExecutor(2, thread_name_prefix="cleave-copy")  # slicing and gathering, off the loop
-        self.rounds = ThreadPoolExecutor(
-            1, thread_name_prefix="cleave-round"
-        )  # those that run before they are asked for
+        self.rounds = ThreadPoolExecutor(1, thread_name_prefix="cleave-round")  # run before they are asked for
+        self.rounds.submit(torch.ones(1).sum)  # a thread keeps the number of threads that torch has when it begins
         self.bell = Bell()  # rung when there are new values, or a step is over
         calls: tuple[Callable[..., Any], ...] = (
             self.cleave_pull,
+            self.cleave_await,
             self.cleave_push,
             self.cleave_wanted,
             self.cleave_clock,
@@ -98,13 +98,18 @@ class ServerRuntime:
     # What devices call
 
     async def cleave_pull(
-        self, run: str, step: int, job: int, operand: int, first: Range, second: Range, ahead: bool = False
+        self, run: str, step: int, job: int, operand: int, first: Range, second: Range
     ) -> dict[str, Any]:
-        """An operand slice; one that is asked for ahead, once its numbers are there."""
-        if ahead:
-            await self.published(run, step, job, operand)
+        """An operand slice; no parts of it if nobody needs it any more."""
         parts, axis = await self.off_loop(self.sliced, run, step, job, operand, first, second)
         return {"parts": [to_serialize(part) for part in parts], "axis": axis}
+
+    async def cleave_await(
+        self, comm: Comm, run: str, step: int, job: int, operand: int, device: str, **ranges: Range
+    ) -> dict[str, Any]:
+        """An operand slice that is asked for ahead, once its numbers are there."""
+        await self.published(run, step, job, operand, self._identity(comm, device), lambda: not comm.closed())
+        return await self.cleave_pull(run, step, job, operand, **ranges)
 
     async def cleave_push(
         self,
@@ -253,9 +258,13 @@ class ServerRuntime:
 
     # What porters ask (server_desk), and what is told of them
 
-    async def published(self, run: str, step: int, job: int, operand: int) -> None:
-        """Wait until an operand is there."""
-        await self.bell.until(lambda: self._run(run).published(step, job, operand))
+    async def published(
+        self, run: str, step: int, job: int, operand: int, identity: str, listens: Callable[[], bool]
+    ) -> None:
+        """Have a device wait until an operand is there, or it does not listen any more."""
+        await self.bell.until(lambda: not listens() or self._run(run).published(step, job, operand), identity)
+        if not listens():
+            raise StepError(f"{identity} has left")
 
     def sliced(
         self, run: str, step: int, job: int, operand: int, first: Range, second: Range

@@ -25,8 +25,10 @@ class Keeper(Protocol):
         """Take in a tile."""
         ...
 
-    async def published(self, run: str, step: int, job: int, operand: int) -> None:
-        """Wait until an operand is there."""
+    async def published(
+        self, run: str, step: int, job: int, operand: int, identity: str, listens: Callable[[], bool]
+    ) -> None:
+        """Have a device wait until an operand is there, or it does not listen any more."""
         ...
 
     def sliced(
@@ -47,11 +49,14 @@ class Keeper(Protocol):
 def make_desk(keeper: Keeper) -> Desk:
     """All that porters ask, by operation."""
 
-    async def pull(hatch: Hatch, arrived: float, ahead: bool, **told: Any) -> dict[str, Any]:
-        if ahead:
-            await keeper.published(told["run"], told["step"], told["job"], told["operand"])
+    async def pull(hatch: Hatch, arrived: float, **told: Any) -> dict[str, Any]:
         parts, axis = await keeper.off_loop(_placed, keeper, hatch, told)
         return {"parts": parts, "axis": axis}
+
+    async def awaited(hatch: Hatch, arrived: float, device: str, **told: Any) -> dict[str, Any]:
+        place = told["run"], told["step"], told["job"], told["operand"]
+        await keeper.published(*place, str(device), lambda: not hatch.closed)
+        return await pull(hatch, arrived, **told)
 
     async def push(
         hatch: Hatch, arrived: float, run: str, step: int, job: int, tile: int, device: str, **told: Any
@@ -66,7 +71,7 @@ def make_desk(keeper: Keeper) -> Desk:
         found: list[int | None] = await keeper.off_loop(partial(_sizes, keeper, **told))
         return found
 
-    return {"cleave_pull": pull, "cleave_push": push, "cleave_wanted": wanted, "sizes": sizes}
+    return {"cleave_pull": pull, "cleave_await": awaited, "cleave_push": push, "cleave_wanted": wanted, "sizes": sizes}
 
 
 def _placed(keeper: Keeper, hatch: Hatch, told: dict[str, Any]) -> tuple[list[Array], int]:

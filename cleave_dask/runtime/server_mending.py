@@ -18,13 +18,19 @@ def mend(run: Training | Product, parcel: ParcelSpec, kernel: Kernel) -> int:
 
     They are checked like all others: a kernel that multiplies wrongly here is as wrong as one there.
     """
-    wanted = set(run.wanted(parcel.step, parcel.job, parcel.numbers))
+    made = 0
     for spec in parcel.specs():
-        if spec.tile not in wanted:
+        if not run.wanted(spec.step, spec.job, [spec.tile]):
             continue
         start = perf_counter()
         spans = [(first, second) for *_, first, second in slice_names(spec)]
-        results = multiplied(kernel, spec, run.operands(spec.step, spec.job, spans))
+        try:
+            operands = run.operands(spec.step, spec.job, spans)
+        except KeyError:
+            if run.wanted(spec.step, spec.job, [spec.tile]):
+                raise
+            continue  # somebody has delivered the last of them meanwhile, and the operands are gone
+        results = multiplied(kernel, spec, operands)
         attempt = Attempt(HERE, 0.0, perf_counter() - start, arrived=time())
-        run.accept(spec.step, spec.job, spec.tile, list(results), attempt)
-    return len(wanted)
+        made += run.accept(spec.step, spec.job, spec.tile, list(results), attempt)
+    return made

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cleave_dask.errors import StepError
 from cleave_dask.graph.ir import Gemm, Op, Range
 from cleave_dask.runtime.counting import Counters
 from cleave_dask.runtime.interpreter import Scope, run_gemm, run_op
@@ -67,15 +66,25 @@ class Pass:
     # What devices ask for, and send
 
     def slice(self, job: int, operand: int, ranges: tuple[Range, Range]) -> tuple[list[Array], int]:
-        """The slice of an operand, in parts, and the axis along which they are joined."""
-        return operand_slice(self.job(job).gemm, operand, ranges, self._checker(job).read)
+        """The slice of an operand, in parts, and the axis along which they are joined; no parts if its job is over."""
+        if self._is_over(job):
+            return [], 0
+        try:
+            return operand_slice(self.job(job).gemm, operand, ranges, self._checker(job).read)
+        except KeyError:
+            if self._is_over(job):  # and its round has run meanwhile
+                return [], 0
+            raise
 
     def published(self, job: int, operand: int) -> bool:
-        """Whether the numbers of an operand are there; StepError if its job is over, so that nobody waits for them."""
+        """Whether the numbers of an operand are there, or its job is over, so that nobody waits for them."""
+        parts = self.job(job).gemm.inputs[operand].parts
+        return self._is_over(job) or all(part.name in self.values for part in parts)
+
+    def _is_over(self, job: int) -> bool:
+        """Whether all tiles of a job are here."""
         gathering = self.gatherings.get(job)
-        if gathering is not None and gathering.complete:
-            raise StepError(f"job {job} of step {self.step} is over")
-        return all(part.name in self.values for part in self.job(job).gemm.inputs[operand].parts)
+        return gathering is not None and gathering.complete
 
     def due(self, job: int) -> int | None:
         """The round of a job, if it can run and nobody has begun it."""
@@ -84,8 +93,7 @@ class Pass:
         with self._lock:
             if number in self._outcomes or not all(self._done(other) for other in this.after):
                 return None
-        gathered = [self.gatherings.get(each) for each in this.jobs]
-        return number if all(each is not None and each.complete for each in gathered) else None
+        return number if all(map(self._is_over, this.jobs)) else None
 
     def _done(self, number: int) -> bool:
         outcome = self._outcomes.get(number)

@@ -69,11 +69,12 @@ class Meter:
     _flying: int = 0
     _since: float = 0.0
     _arrived: int = 0
+    _spoiled: bool = False
 
     def began(self, now: float) -> None:
         """A transfer was asked for."""
         if self._flying == 0:
-            self._since, self._arrived = now + self.round_trip, 0
+            self._since, self._arrived, self._spoiled = now + self.round_trip, 0, False
         self._flying += 1
 
     def ended(self, now: float, nbytes: int) -> None:
@@ -82,15 +83,14 @@ class Meter:
         self._arrived += nbytes
         if self._flying and now - self._since < LONG_ENOUGH:
             return
-        if self._arrived and now - self._since >= max(LEAST_SECONDS, self.round_trip / 2):
+        if self._arrived and not self._spoiled and now - self._since >= max(LEAST_SECONDS, self.round_trip / 2):
             self.bytes += self._arrived
             self.seconds += now - self._since
-        self._since, self._arrived = now, 0
+        self._since, self._arrived, self._spoiled = now, 0, False
 
-    def beside(self, nbytes: int) -> None:
-        """Bytes of a transfer whose beginning nobody saw: they count if others were under way with them."""
-        if self._flying:
-            self._arrived += nbytes
+    def spoil(self) -> None:
+        """Something came whose beginning nobody saw: what else came meanwhile says nothing of the link."""
+        self._spoiled = True
 
     def take(self) -> tuple[int, float]:
         """Bytes and seconds since this was last asked."""
@@ -139,9 +139,9 @@ class Links:
         """Ask for what the other side sends when it has it: when that begins to come is not known here."""
         await _pause(self.up.latency)
         answer = await call()
-        nbytes, now = size(answer), perf_counter()
-        self.down_meter.beside(nbytes)
-        await _pause(self.down.book(nbytes, now) - now)
+        self.down_meter.spoil()
+        now = perf_counter()
+        await _pause(self.down.book(size(answer), now) - now)
         return answer
 
     async def push(self, call: Callable[[], Awaitable[Answer]], nbytes: int) -> Answer:

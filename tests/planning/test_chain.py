@@ -1,7 +1,8 @@
-"""The bound of a step: what has been asked for ahead may be there, what is not made yet cannot."""
+"""The bound of a step: gemms that wait for each other add up, and what cannot begin before counts from there on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from cleave_dask.fleet.devices import Device, Fleet, Link, Server
 from cleave_dask.graph.ir import Gemm, StepGraph
 from cleave_dask.planning.bound import gemm_bound
-from cleave_dask.planning.chain import StepBound, step_bound
+from cleave_dask.planning.chain import Alone, StepBound, step_bound
 from cleave_dask.planning.cost import Rates, Shape
 from cleave_dask.planning.planner import plan
 from cleave_dask.simulation.measured import IDEAL
@@ -28,25 +29,26 @@ def fleet(count: int = 1, *, latency: float = LATENCY, server: Server | None = N
     return Fleet(server or Server(), tuple(Device(f"d{n}", 1e15, 1e12, *links) for n in range(count)))
 
 
+def alone(some: Fleet) -> Alone:
+    """The bounds of gemms by themselves, the scheduler left out."""
+
+    def found(shape: Shape, kept: Sequence[bool], told: bool) -> float:
+        rates = Rates.of(some).told if told else Rates.of(some)
+        return gemm_bound(shape, rates, some.server, scheduler_seconds=0.0)[0]
+
+    return found
+
+
 def bound(graph: StepGraph, some: Fleet) -> StepBound:
-    """Of a step that sends out everything, the scheduler left out."""
-    rates = Rates.of(some)
-    alone = {g.name: gemm_bound(Shape.of(g), rates, some.server, scheduler_seconds=0.0)[0] for g in graph.gemms}
-    sent: dict[str, tuple[bool, ...]] = {gemm.name: () for gemm in graph.gemms}
-    return step_bound(graph, some, sent, gemm_bounds=alone, scheduler_seconds=0.0)
+    """Of a step that sends out everything."""
+    return step_bound(graph, some, {gemm.name: () for gemm in graph.gemms}, alone(some), scheduler_seconds=0.0)
 
 
-def test_of_a_gemm_that_follows_only_what_is_not_made_yet_must_come_down() -> None:
-    """One device, 10:1: the first gemm at its own bound, the second once its rows are down and its results up."""
-    first, second = chained(make_gemm(300, 40, 500, name="x0"), make_gemm(300, 800, 40, name="x1", level=2))
-    found, some = bound(graph_of(first, second), fleet()), fleet()
-    alone = gemm_bound(Shape.of(first), Rates.of(some), some.server, scheduler_seconds=0.0)[0]
-    assert found.by_gemm["x0"] == pytest.approx(alone)
-    assert found.by_gemm["x1"] == pytest.approx(300 * 800 * 4 / UP + 2 * LATENCY)
-    assert found.seconds == pytest.approx(found.by_gemm["x0"] + found.by_gemm["x1"])
-    rows_bind = make_gemm(300, 2, 40, name="x1", level=2)
-    first, second = chained(first, rows_bind)
-    assert bound(graph_of(first, second), some).by_gemm["x1"] == pytest.approx(300 * 40 * 4 / DOWN + 2 * LATENCY)
+def test_gemms_that_wait_for_each_other_add_up() -> None:
+    parts = chained(make_gemm(300, 40, 500, name="x0"), make_gemm(300, 800, 40, name="x1", level=2))
+    found, by_itself = bound(graph_of(*parts), fleet()), alone(fleet())
+    assert found.by_gemm == {part.name: by_itself(Shape.of(part), (), n > 0) for n, part in enumerate(parts)}
+    assert found.seconds == pytest.approx(sum(found.by_gemm.values()))
 
 
 def test_what_cannot_begin_before_takes_its_time_after() -> None:

@@ -360,3 +360,17 @@ def test_all_that_a_device_has_ahead_counts_in_flight_or_not() -> None:
     assert dispatcher.ahead("device") == Work(3.0, 6.0, 9.0, 12.0)
     dispatcher.parcel_forgotten(2)
     assert dispatcher.ahead("device") == Work(2.0, 4.0, 6.0, 8.0)
+
+
+def test_a_parcel_that_was_begun_before_it_was_sent_says_only_that_a_device_is_slow() -> None:
+    """Whoever made it ahead is through at once: measured by that, everybody else would be sluggish."""
+    dispatcher, begun = Dispatcher(WINDOW), replace(SECOND, begun=True)
+    for device in ("quick", "fresh"):
+        dispatcher.device_joined(device, FIGURES, 0.0)
+    for number in range(50):
+        assert dispatcher.parcel_ready(number, number, "quick", begun, float(number)) == "quick"
+        dispatcher.parcel_ended(number, number + 1e-3)
+    assert dispatcher.pace == 1.0
+    assert dispatcher.parcel_ready("slow", 100, "fresh", begun, 60.0) == "fresh"
+    dispatcher.parcel_ended("slow", 69.0)
+    assert dispatcher.pace > 2.0

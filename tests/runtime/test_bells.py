@@ -1,4 +1,4 @@
-"""Whoever waits is woken from a thread, looks for itself, and is one of a few."""
+"""Whoever waits is woken from a thread, looks for itself, and has not too many questions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from threading import Thread
 import pytest
 
 from cleave_dask.errors import StepError
-from cleave_dask.runtime.bells import Bell
+from cleave_dask.runtime.bells import EACH, Bell
 
 
 def test_whoever_waits_looks_at_every_ring_and_goes_on_when_it_is_there() -> None:
     async def main() -> None:
         bell, there = Bell(), set[str]()
-        first, second = (asyncio.ensure_future(bell.until(partial(there.__contains__, name))) for name in ("x", "y"))
+        first, second = (
+            asyncio.ensure_future(bell.until(partial(there.__contains__, name), "one")) for name in ("x", "y")
+        )
         for name in ("x", "y"):
             await asyncio.sleep(0)
             there.add(name)
@@ -24,21 +26,26 @@ def test_whoever_waits_looks_at_every_ring_and_goes_on_when_it_is_there() -> Non
             await asyncio.wait_for(first if name == "x" else second, 30)
             assert second.done() == (name == "y")
             thread.join()
-        await bell.until(lambda: True)  # it is there: nothing to wait for
+        await bell.until(lambda: True, "one")  # it is there: nothing to wait for
 
     asyncio.run(main())
 
 
-def test_no_more_may_wait_than_there_is_room_for() -> None:
+def test_nobody_waits_for_more_than_a_few_things_at_once() -> None:
     async def main() -> None:
-        bell, there = Bell(most=2), [False]
-        waiting = [asyncio.ensure_future(bell.until(lambda: there[0])) for _ in range(2)]
+        bell, there = Bell(), [False]
+
+        def wait(who: str) -> asyncio.Future[None]:
+            return asyncio.ensure_future(bell.until(lambda: there[0], who))
+
+        waiting = [wait("one") for _ in range(EACH)]
         await asyncio.sleep(0)
-        with pytest.raises(StepError, match="ask again"):
-            await bell.until(lambda: there[0])
-        waiting.pop().cancel()  # whoever leaves makes room
+        with pytest.raises(StepError, match="one waits for 4 slices"):
+            await wait("one")
+        waiting += [wait("two")]  # others do not suffer
+        waiting.pop(0).cancel()  # whoever leaves makes room
         await asyncio.sleep(0)
-        waiting.append(asyncio.ensure_future(bell.until(lambda: there[0])))
+        waiting += [wait("one")]
         await asyncio.sleep(0)
         there[0] = True
         bell.ring()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from distributed import Worker
 from distributed.core import Server
 from distributed.protocol import to_serialize
@@ -17,8 +18,8 @@ from cleave_dask.errors import StepError
 from cleave_dask.graph.ir import Range
 from cleave_dask.runtime.bells import Bell
 from cleave_dask.runtime.early import EarlyTiles
-from cleave_dask.runtime.fetching import Fetcher
-from cleave_dask.runtime.operands import SliceCache, assembled
+from cleave_dask.runtime.fetching import Fetcher, JobOver
+from cleave_dask.runtime.operands import SliceCache, assembled, operand_slices
 from cleave_dask.runtime.shaping import Links
 from cleave_dask.runtime.tiles import ParcelSpec, TileSpec
 
@@ -32,21 +33,27 @@ NEXT = ParcelSpec("run", 3, 2, "gemm", "float32", False, None, 1 << 20, False, T
 
 
 class Keeper:
-    """Answers pulls: the second operand at once, the first once it is made; of job 9 nothing."""
+    """Answers pulls: the second operand at once, the first once it is made; of job 8 nothing is left, 9 is unknown."""
 
     def __init__(self) -> None:
         self.pulls: list[tuple[int, int, Range, Range, bool]] = []
-        self.bell, self.made = Bell(), False
+        self.bell, self.made, self.asked = Bell(), False, 0
 
     async def cleave_pull(
-        self, run: str, step: int, job: int, operand: int, first: Range, second: Range, ahead: bool
+        self, run: str, step: int, job: int, operand: int, first: Range, second: Range, ahead: bool = False
     ) -> dict[str, Any]:
         self.pulls.append((job, operand, first, second, ahead))
         if job == 9:
             raise StepError("the step is over")
-        await self.bell.until(lambda: self.made or not ahead)
+        if job == 8:
+            return {"parts": [], "axis": 0}
         part = (A, B)[operand][slice(*first), slice(*second)]
         return {"parts": [to_serialize(np.ascontiguousarray(part))], "axis": 0}
+
+    async def cleave_await(self, device: str, **told: Any) -> dict[str, Any]:
+        self.asked += 1
+        await self.bell.until(lambda: self.made, device)
+        return await self.cleave_pull(**told, ahead=True)
 
     def make(self) -> None:
         self.made = True
@@ -57,6 +64,7 @@ class Device:
     """The part of a device that asks, and notes the tiles that it is to make."""
 
     def __init__(self, worker: Server, limit: int) -> None:
+        vars(worker)["name"] = "device"  # as a Dask worker has one
         self.fetcher = Fetcher(cast("Worker", worker), Links(), SliceCache(limit))
         self.early = EarlyTiles(self.fetcher, self.tile)
         self.tiles: list[int] = []
@@ -66,8 +74,9 @@ class Device:
         if self.fails:
             self.fails -= 1
             raise OSError("the connection broke")
-        operands, _ = self.fetcher.operands(server, spec, filler=parcel.filler)
-        assert all(piece.arriving.done() for pieces in operands for piece in pieces), "it waits for nothing"
+        waits = bool([need for need in operand_slices(spec) if self.fetcher.cache.missing(need)])
+        assert not waits, "all that it needs is here"
+        operands, _ = await self.fetcher.operands(server, spec, filler=parcel.filler)
         left, right = (assembled(pieces) for pieces in operands)
         assert np.array_equal(left, A[slice(*spec.rows)])
         assert np.array_equal(right, B)
@@ -83,7 +92,10 @@ class Pair:
     async def __aenter__(self) -> Pair:
         self.stack = AsyncExitStack()
         self.keeper = Keeper()
-        server, worker = Server({"cleave_pull": self.keeper.cleave_pull}), Server({})
+        server, worker = (
+            Server({"cleave_pull": self.keeper.cleave_pull, "cleave_await": self.keeper.cleave_await}),
+            Server({}),
+        )
         for each in (server, worker):
             await each.rpc.start()
             await each.listen("tcp://127.0.0.1:0")
@@ -104,9 +116,9 @@ class Pair:
         """Order a parcel; which of its tiles were made early."""
         return list(await asyncio.gather(*map(self.device.early.made, parcel.specs())))
 
-    async def until(self, count: int) -> None:
-        """Wait for pulls."""
-        while len(self.keeper.pulls) < count:
+    async def until(self, pulls: int) -> None:
+        """Wait for pulls, and for a first question whose answer must wait."""
+        while len(self.keeper.pulls) < pulls or not self.keeper.asked:
             await asyncio.sleep(0.01)
 
 
@@ -118,10 +130,11 @@ def test_tiles_are_made_once_their_operands_are_and_before_they_are_ordered() ->
     async def main() -> None:
         async with Pair() as pair:
             pair.begin()
-            await pair.until(2)
+            await pair.until(1)
             assert not pair.device.tiles, "the first operand is not there yet"
-            asked = {(operand, ahead) for _, operand, _, _, ahead in pair.keeper.pulls}
-            assert asked == {(0, True), (1, False)}, "what is at hand comes at once, over the connection of the rest"
+            assert [pull[1:] for pull in pair.keeper.pulls] == [(1, (0, SIDE), (0, SIDE), False)], (
+                "what is at hand comes"
+            )
             pair.keeper.make()
             while len(pair.device.tiles) < len(TILES):
                 await asyncio.sleep(0.01)
@@ -137,7 +150,7 @@ def test_a_tile_that_is_ordered_while_it_waits_is_not_begun_twice() -> None:
         async with Pair() as pair:
             pair.begin()
             ordered = asyncio.ensure_future(pair.made())
-            await pair.until(2)
+            await pair.until(1)
             pair.keeper.make()
             assert await ordered == [True] * 4
             assert sorted(pair.device.tiles) == [0, 1, 2, 3]
@@ -160,14 +173,27 @@ def test_what_fails_early_is_made_as_if_it_had_never_been_begun() -> None:
     run(main())
 
 
+def test_a_tile_of_a_job_that_is_over_says_so() -> None:
+    async def main() -> None:
+        async with Pair() as pair:
+            over = replace(NEXT, job=8)
+            pair.begin(over)
+            assert await pair.made(over) == [False] * 4
+            with pytest.raises(JobOver, match="all tiles of job 8 of step 3"):
+                await pair.device.fetcher.operands(pair.address, next(over.specs()), filler=False)
+
+    run(main())
+
+
 def test_the_server_holds_back_the_slices_of_one_job_at_a_time() -> None:
     async def main() -> None:
         async with Pair() as pair:
             pair.begin()
-            await pair.until(2)
+            await pair.until(1)
             other = replace(NEXT, job=4)
             pair.begin(other)
-            assert await pair.made(other) == [False] * 4, "its slices would wait behind the others'"
+            assert pair.keeper.asked == 1, "its slices would wait behind the others'"
+            assert not any(place[2] == 4 for place in pair.device.early._begun)
             pair.keeper.make()
             await pair.made()
             pair.begin(other, NEXT)
@@ -183,5 +209,53 @@ def test_no_more_is_begun_than_there_is_room_for() -> None:
             pair.keeper.make()
             pair.begin()
             assert await pair.made() == [True, False, False, False]
+
+    run(main())
+
+
+def test_a_piece_that_fails_for_another_tile_is_asked_for_again() -> None:
+    """Gemms of a layer share operands: what one of them asked for may end with its job, not with the other's."""
+
+    async def main() -> None:
+        shared = ((7, False), (8, False))
+        over, other = (replace(NEXT, job=job, values=shared) for job in (8, 4))
+        async with Pair() as pair:
+            fetcher = pair.device.fetcher
+            first, second = (
+                asyncio.ensure_future(fetcher.operands(pair.address, next(parcel.specs()), filler=False))
+                for parcel in (over, other)
+            )
+            with pytest.raises(JobOver):
+                await first
+            operands, came = await second
+            assert np.array_equal(assembled(operands[0]), A[:16])
+            assert sum(each.result().nbytes for each in came) == (16 + SIDE) * SIDE * NUMBERS
+            assert {job for job, *_ in pair.keeper.pulls} == {8, 4}
+
+    run(main())
+
+
+def test_what_has_been_ordered_is_not_begun_again() -> None:
+    async def main() -> None:
+        async with Pair() as pair:
+            pair.keeper.make()
+            assert await pair.made() == [False] * 4, "nothing was begun"
+            pair.begin()
+            assert await pair.made() == [False] * 4
+            assert not pair.device.tiles
+
+    run(main())
+
+
+def test_a_run_that_never_goes_on_does_not_hold_up_another() -> None:
+    async def main() -> None:
+        async with Pair() as pair:
+            pair.begin()
+            await pair.until(1)
+            others = replace(NEXT, run="other"), replace(FIRST, run="other")
+            pair.begin(*others)
+            assert await pair.made() == [False] * 4, "it is given up"
+            pair.keeper.make()
+            assert await pair.made(others[0]) == [True] * 4
 
     run(main())

@@ -133,6 +133,9 @@ def test_the_last_parcel_of_a_device_says_what_it_has_of_the_next_job() -> None:
         assert ahead.rank == min(other.rank for other in own)
         later = [t for t in tasks if t.args[0].job == parcel.job and t.device == task.device and t.rank > task.rank]
         assert not later, "the last of its parcels says it"
+        for other in (other for other in tasks if other.args[0] in own):
+            begun = bool(set(other.args[0].tiles) & set(first))
+            assert other.work.begun == begun, "who looks at how long it took must know that"
 
 
 def test_the_dask_graph_is_whole_and_acyclic() -> None:

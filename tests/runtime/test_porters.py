@@ -24,16 +24,7 @@ from cleave_dask.runtime.porters import ATTEMPTS, Desk, Porters
 TILE = np.arange(300 * 200, dtype=np.float32).reshape(300, 200)
 PUSH = {"op": "cleave_push", "run": "x", "step": 0, "job": 0, "tile": 0, "device": "one", "timing": {}, "moved": {}}
 PUSH |= {"pull_seconds": 0.0, "compute_seconds": 0.0}
-PULL = {
-    "op": "cleave_pull",
-    "run": "x",
-    "step": 0,
-    "job": 0,
-    "operand": 1,
-    "first": (0, 9),
-    "second": (3, 5),
-    "ahead": False,
-}
+PULL = {"op": "cleave_pull", "run": "x", "step": 0, "job": 0, "operand": 1, "first": (0, 9), "second": (3, 5)}
 
 
 class Keeper:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,11 @@ from cleave_dask.graph.torch_ops import resolve
 from cleave_dask.runtime import interpreter, server_pass
 from cleave_dask.runtime.rounds import following
 from cleave_dask.runtime.server_gathering import Attempt, Gathering
+from cleave_dask.runtime.server_mending import mend
 from cleave_dask.runtime.server_pass import Pass
-from cleave_dask.runtime.tiles import TileSpec
+from cleave_dask.runtime.tiles import TileSpec, slice_names
 from tests import models
-from tests.steps import Batch, Local
+from tests.steps import KERNEL, Batch, Local
 
 BATCHES = [models.points(seed=seed) for seed in range(3)]
 PATIENCE = 60.0
@@ -294,7 +296,31 @@ def test_operands_are_published_by_their_round_which_is_due_once() -> None:
         training.run_round(0, due)
     assert training.due(0, number) is None, "it has run"
     assert training.published(0, then.job, held)
-    with pytest.raises(StepError, match="is over"):
-        training.published(0, number, 0)
+    assert training.published(0, number, 0), "nobody waits for what is over"
+    assert training.slice(0, number, 0, ((0, 1), (0, 1))) == ([], 0)
     with pytest.raises(StepError, match="is over"):
         training.published(1, number, 0)
+
+
+def test_whoever_asks_for_a_job_that_is_over_hears_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds run as soon as their tiles are in, while a device that is late may still ask for operands, or mend."""
+    run = local(0.0)
+    calm = run.step(BATCHES[0])["loss"]
+    training, multiply, over = run.training, run.multiply, Counter[bool]()
+
+    def and_ask_again(spec: TileSpec) -> None:
+        multiply(spec)
+        due = training.due(spec.step, spec.job)
+        if due is None:
+            return
+        with torch.no_grad():
+            training.run_round(spec.step, due)
+        for _, step, job, operand, first, second in slice_names(spec):
+            over[not training.slice(step, job, operand, (first, second))[0]] += 1
+        assert training.lowered is not None
+        for parcel, _, _ in training.lowered.skeleton.jobs[spec.job].parcels("run", spec.step, spec.job):
+            assert mend(training, parcel, KERNEL) == 0
+
+    monkeypatch.setattr(run, "multiply", and_ask_again)
+    assert run.step(BATCHES[0])["loss"] != calm, "another update"
+    assert over[True], "operands that nobody needs any more are gone"
