@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import dask
@@ -122,14 +122,19 @@ def test_a_wrong_loss_is_seen() -> None:
 def test_the_report_shows_losers_and_failures_and_keeps_the_rest_of_the_document() -> None:
     setting = SETTINGS["edge-8"]
     made = [
-        Row("edge-8", "cleave", 30.0, 3, losses=(8.4,), down=(1e6,), up=(2e6,), plan_seconds=25.0, bound_seconds=20.0),
+        replace(
+            Row("edge-8", "cleave", 30.0, 3, losses=(8.4,), down=(1e6,), up=(2e6,)),
+            plan_seconds=25.0,
+            bound_seconds=20.0,
+            apart_seconds=24.0,
+        ),
         Row("edge-8", "cleave-trust", 29.4, 3, losses=(8.4,)),
         Row("edge-8", "ddp", 60.0, 1, warm=False, losses=(9.4,)),
         Row.failed("edge-8", "fsdp", "RuntimeError: no memory"),
     ]
     titles = {name: system.title for name, system in systems().items()}
     text = report.markdown(setting, made, titles, (8.4,))
-    assert "| cleave_dask, fp32 | 30 | 3 | 1.20 | 1.50 | 1 MB | 2 MB |  | same (0e+00) |" in text
+    assert "| cleave_dask, fp32 | 30 | 3 | 1.20 | 1.50 | 1.25 | 1 MB | 2 MB |  | same (0e+00) |" in text
     assert "1, cold" in text
     assert "DIFFERS" in text
     assert "- FSDP2: RuntimeError: no memory" in text
