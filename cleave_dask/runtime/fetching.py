@@ -39,7 +39,7 @@ class Fetcher:
         self.cache = cache
         self.ways = Ways(worker)
         self._worker, self._links = worker, links
-        self._awaiting = Pipeline(worker)
+        self._awaiting = Pipeline(worker, self.ways)
         self._early: WeakSet[Asked] = WeakSet()  # what no tile has used yet
 
     def turn(self, spec: TileSpec, rank: int, size: int, *, filler: bool) -> AbstractAsyncContextManager[None]:

@@ -12,10 +12,14 @@ class Gate:
     """Lets `least` through at once, or more while they have `limit` bytes together; the smallest rank first.
 
     Small tiles would otherwise wait for each other's round trips, and large ones share a link that then serves none.
+    Nobody enters while somebody is inside the gate that this one is `behind`.
     """
 
-    def __init__(self, least: int, limit: float) -> None:
+    def __init__(self, least: int, limit: float, *, behind: Gate | None = None) -> None:
         self.least, self.limit = least, limit
+        self._before, self._after = behind, list[Gate]()
+        if behind is not None:
+            behind._after.append(self)
         self._inside, self._bytes = 0, 0.0
         self._queue: list[tuple[int, int, float, float, asyncio.Future[None]]] = []
         self._count = 0
@@ -42,16 +46,24 @@ class Gate:
                 self.leave(nbytes)
             raise
 
-    def leave(self, nbytes: float) -> None:
+    def hold(self) -> None:
+        """Take a place without waiting for it."""
+        self._inside += 1
+
+    def leave(self, nbytes: float = 0.0) -> None:
         """Give the place to the next."""
         self._inside -= 1
         self._bytes -= nbytes
         self._admit()
+        for gate in self._after:
+            gate._admit()
 
     def _admit(self) -> None:
         while self._queue:
             _, _, share, nbytes, admitted = self._queue[0]
             if not admitted.done():
+                if self._before is not None and self._before._inside:
+                    return
                 if self._inside >= self.least and self._bytes + nbytes > share * self.limit:
                     return
                 self._inside += 1

@@ -18,6 +18,7 @@ from distributed.comm import Comm, CommClosedError
 from cleave_dask.errors import CleaveError
 from cleave_dask.planning.cost import FILLER_SHARE
 from cleave_dask.runtime.gates import Gate
+from cleave_dask.runtime.tiles import COMING
 
 AT_LEAST = 2
 """Tiles that ask for operands at once, or send results, however large: one is under way while the other is answered."""
@@ -26,8 +27,10 @@ AT_LEAST = 2
 class Pipeline:
     """One connection of a worker to a server, opened when it is first needed, and again after it broke."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, beside: Ways | None = None) -> None:
         self.worker = worker
+        self._beside = beside  # whose filler makes way for an answer that comes
+        self._coming = False
         self._address = ""
         self._comm: Comm | None = None
         self._asked: deque[asyncio.Future[Any]] = deque()
@@ -60,10 +63,16 @@ class Pipeline:
             self.worker.rpc.reuse(self._address, comm)
         if self._reading is not None:
             self._reading.cancel()
+        self._make_way(coming=False)
         while self._asked:
             waiting = self._asked.popleft()
             if not waiting.done():
                 waiting.set_exception(why or CommClosedError(f"the connection to {self._address} broke"))
+
+    def _make_way(self, *, coming: bool) -> None:
+        if coming != self._coming and self._beside is not None:
+            (self._beside.hold if coming else self._beside.release)()
+        self._coming = coming
 
     async def _connected(self, server: str) -> Comm:
         if self._comm is None or self._comm.closed() or server != self._address:
@@ -85,6 +94,9 @@ class Pipeline:
                     self._reading = None
                     self.close(error)
                 return
+            self._make_way(coming=told == COMING)
+            if self._coming:
+                continue
             answer = self._asked.popleft()
             if answer.done():
                 continue  # whoever asked has been cancelled
@@ -97,17 +109,26 @@ class Pipeline:
 class Ways:
     """Two connections in one direction of a device's link: what others wait for never stands behind filler.
 
-    While both are in use each has about half of the link.
+    Filler begins when nothing else is under way; what is under way of it when something comes has half of the link.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._pipelines = {filler: Pipeline(worker) for filler in (False, True)}
-        self._gates = {filler: Gate(AT_LEAST, 0) for filler in (False, True)}
+        first = Gate(AT_LEAST, 0)
+        self._gates = {False: first, True: Gate(AT_LEAST, 0, behind=first)}
 
     def widen(self, window: float) -> None:
         """Set how many bytes should be under way at once."""
         for filler, gate in self._gates.items():
             gate.limit = FILLER_SHARE * window if filler else window
+
+    def hold(self) -> None:
+        """Something comes that no filler should begin beside."""
+        self._gates[False].hold()
+
+    def release(self) -> None:
+        """It has come."""
+        self._gates[False].leave()
 
     def turn(self, rank: int, nbytes: float, *, filler: bool) -> AbstractAsyncContextManager[None]:
         """Wait until more may be under way, the smallest rank first."""

@@ -22,7 +22,7 @@ from time import time
 from typing import Any
 
 import numpy as np
-from distributed.comm import tcp
+from distributed.comm import Comm, tcp
 from distributed.core import Server
 from distributed.protocol import to_serialize
 from distributed.security import Security
@@ -32,6 +32,7 @@ from cleave_dask.runtime.checking import Message
 from cleave_dask.runtime.conversations import WithServer
 from cleave_dask.runtime.hatches import Hatch
 from cleave_dask.runtime.probes import cleave_probe_down, cleave_probe_up
+from cleave_dask.runtime.tiles import COMING
 from cleave_dask.runtime.trays import Trays
 
 logger = logging.getLogger(__name__)
@@ -115,8 +116,9 @@ class Porter:
 
     def __init__(self, hatch: Hatch, sizes: Sizes) -> None:
         self.hatch = hatch
-        passed_on = {op: _passing(hatch, op) for op in WithServer.calls if op not in ANSWERED}
-        self.server = Server({**passed_on, **ANSWERED})
+        own = {**ANSWERED, "cleave_await": _awaiting(hatch)}
+        passed_on = {op: _passing(hatch, op) for op in WithServer.calls if op not in own}
+        self.server = Server({**passed_on, **own})
         self.sizes = sizes
         self.admission = ServerAdmission(partial(AtPorter, sizes=sizes, trays=hatch.trays))
 
@@ -137,6 +139,19 @@ def _passing(hatch: Hatch, op: str) -> Callable[..., Any]:
         return _sendable(answer)
 
     return pass_on
+
+
+def _awaiting(hatch: Hatch) -> Callable[..., Any]:
+    """What has a device wait for a slice, and tells it when that is coming."""
+    pull = _passing(hatch, "cleave_pull")
+
+    async def cleave_await(comm: Comm, device: str, **slice_: Any) -> Any:
+        place = {name: slice_[name] for name in ("run", "step", "job", "operand")}
+        await hatch.ask("published", **place, device=device)
+        await comm.write(COMING)
+        return await pull(**slice_)
+
+    return cleave_await
 
 
 def _sendable(answer: Any) -> Any:

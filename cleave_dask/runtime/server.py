@@ -46,7 +46,7 @@ from cleave_dask.runtime.server_products import Blocks, Product, joined
 from cleave_dask.runtime.server_saving import Limits, restore_training, save_training
 from cleave_dask.runtime.server_training import Settings, Training
 from cleave_dask.runtime.server_watching import Watch
-from cleave_dask.runtime.tiles import ParcelSpec
+from cleave_dask.runtime.tiles import COMING, ParcelSpec
 from cleave_dask.runtime.wire import is_hollow, to_wire
 from cleave_dask.runtime.wire_torch import from_wire
 
@@ -107,8 +107,9 @@ class ServerRuntime:
     async def cleave_await(
         self, comm: Comm, run: str, step: int, job: int, operand: int, device: str, **ranges: Range
     ) -> dict[str, Any]:
-        """An operand slice that is asked for ahead, once its numbers are there."""
+        """An operand slice that is asked for ahead, once its numbers are there; first a word that it is coming."""
         await self.published(run, step, job, operand, self._identity(comm, device), lambda: not comm.closed())
+        await comm.write(COMING)
         return await self.cleave_pull(run, step, job, operand, **ranges)
 
     async def cleave_push(

@@ -53,10 +53,8 @@ def make_desk(keeper: Keeper) -> Desk:
         parts, axis = await keeper.off_loop(_placed, keeper, hatch, told)
         return {"parts": parts, "axis": axis}
 
-    async def awaited(hatch: Hatch, arrived: float, device: str, **told: Any) -> dict[str, Any]:
-        place = told["run"], told["step"], told["job"], told["operand"]
-        await keeper.published(*place, str(device), lambda: not hatch.closed)
-        return await pull(hatch, arrived, **told)
+    async def published(hatch: Hatch, run: str, step: int, job: int, operand: int, device: str) -> None:
+        await keeper.published(run, step, job, operand, str(device), lambda: not hatch.closed)
 
     async def push(
         hatch: Hatch, arrived: float, run: str, step: int, job: int, tile: int, device: str, **told: Any
@@ -71,7 +69,7 @@ def make_desk(keeper: Keeper) -> Desk:
         found: list[int | None] = await keeper.off_loop(partial(_sizes, keeper, **told))
         return found
 
-    return {"cleave_pull": pull, "cleave_await": awaited, "cleave_push": push, "cleave_wanted": wanted, "sizes": sizes}
+    return {"cleave_pull": pull, "published": published, "cleave_push": push, "cleave_wanted": wanted, "sizes": sizes}
 
 
 def _placed(keeper: Keeper, hatch: Hatch, told: dict[str, Any]) -> tuple[list[Array], int]:

@@ -13,6 +13,9 @@ from cleave_dask.planning.slices import SIDED, fetched, newly, results, turned
 MANY = 1 << 40
 """Bytes that count as many."""
 
+COMING = {"coming": True}
+"""What the server says before a slice that was asked for ahead, so that filler makes way for it."""
+
 SliceName = tuple[str, int, int, int, Range, Range]
 """What an operand slice is known by: run, step, job, operand, and the range along each of its first two axes."""
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from distributed import Worker
+from distributed.comm import Comm
 from distributed.core import Server
 from distributed.protocol import to_serialize
 
@@ -21,7 +22,7 @@ from cleave_dask.runtime.early import EarlyTiles
 from cleave_dask.runtime.fetching import Fetcher, JobOver
 from cleave_dask.runtime.operands import SliceCache, assembled, operand_slices
 from cleave_dask.runtime.shaping import Links
-from cleave_dask.runtime.tiles import ParcelSpec, TileSpec
+from cleave_dask.runtime.tiles import COMING, ParcelSpec, TileSpec
 
 SIDE = 64
 A, B = (np.random.default_rng(seed).standard_normal((SIDE, SIDE)).astype(np.float32) for seed in (1, 2))
@@ -31,13 +32,18 @@ FIRST = ParcelSpec("run", 3, 1, "gemm", "float32", False, None, 10, False, ((0, 
 TILES = tuple((n, 16 * n, 16 * n + 16, 0, SIDE, 0, SIDE) for n in range(4))
 NEXT = ParcelSpec("run", 3, 2, "gemm", "float32", False, None, 1 << 20, False, TILES, at_hand=(False, True))
 
+Pull = tuple[int, int, Range, Range, bool]
+"""Job, operand, ranges, and whether it was asked for before it was made."""
+
 
 class Keeper:
     """Answers pulls: the second operand at once, the first once it is made; of job 8 nothing is left, 9 is unknown."""
 
     def __init__(self) -> None:
-        self.pulls: list[tuple[int, int, Range, Range, bool]] = []
+        self.pulls: list[Pull] = []
         self.bell, self.made, self.asked = Bell(), False, 0
+        self.sending = asyncio.Event()  # what was announced
+        self.sending.set()
 
     async def cleave_pull(
         self, run: str, step: int, job: int, operand: int, first: Range, second: Range, ahead: bool = False
@@ -50,9 +56,11 @@ class Keeper:
         part = (A, B)[operand][slice(*first), slice(*second)]
         return {"parts": [to_serialize(np.ascontiguousarray(part))], "axis": 0}
 
-    async def cleave_await(self, device: str, **told: Any) -> dict[str, Any]:
+    async def cleave_await(self, comm: Comm, device: str, **told: Any) -> dict[str, Any]:
         self.asked += 1
         await self.bell.until(lambda: self.made, device)
+        await comm.write(COMING)
+        await self.sending.wait()
         return await self.cleave_pull(**told, ahead=True)
 
     def make(self) -> None:

@@ -45,6 +45,27 @@ def test_filler_leaves_room_for_what_others_wait_for() -> None:
     assert admitted(Gate(2, 100), filler + critical) == [10, 11, 12, 13, 14, 1, 2]
 
 
+def test_nobody_enters_behind_a_gate_that_is_in_use() -> None:
+    async def come() -> list[int]:
+        first, entered = Gate(2, 100), list[int]()
+        second, leave, rest = Gate(2, 100, behind=first), asyncio.Event(), asyncio.Event()
+        rest.set()
+        before = asyncio.ensure_future(visit(first, (5, 10, 1.0), entered, leave))
+        await asyncio.sleep(0)
+        first.hold()
+        behind = [asyncio.ensure_future(visit(second, (rank, 10, 1.0), entered, rest)) for rank in (1, 2)]
+        leave.set()
+        await before
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert entered == [5], "one place is still held"
+        first.leave()
+        await asyncio.wait_for(asyncio.gather(*behind), 10)
+        return entered
+
+    assert asyncio.run(come()) == [5, 1, 2]
+
+
 def test_the_most_urgent_is_next_whenever_it_came() -> None:
     async def come() -> list[int]:
         gate, entered = Gate(1, 0), list[int]()

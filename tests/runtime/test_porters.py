@@ -20,6 +20,7 @@ from cleave_dask.errors import StepError
 from cleave_dask.runtime.hatches import Hatch
 from cleave_dask.runtime.porter import BLOCK, Sizes
 from cleave_dask.runtime.porters import ATTEMPTS, Desk, Porters
+from cleave_dask.runtime.tiles import COMING
 
 TILE = np.arange(300 * 200, dtype=np.float32).reshape(300, 200)
 PUSH = {"op": "cleave_push", "run": "x", "step": 0, "job": 0, "tile": 0, "device": "one", "timing": {}, "moved": {}}
@@ -33,6 +34,8 @@ class Keeper:
     def __init__(self) -> None:
         self.pushed: list[dict[str, Any]] = []
         self.asked = 0
+        self.awaited: list[tuple[str, int]] = []
+        self.made = asyncio.Event()
 
     async def push(self, hatch: Hatch, arrays: list[Any], **told: Any) -> dict[str, Any]:
         self.pushed.append({**told, "arrays": [None if array is None else array.copy() for array in arrays]})
@@ -42,6 +45,10 @@ class Keeper:
         if operand > 1:
             raise StepError("the step is over")
         return {"parts": [hatch.trays.placed(np.asfortranarray(TILE)), hatch.trays.placed(TILE[:0])], "axis": 1}
+
+    async def published(self, hatch: Hatch, device: str, operand: int, **told: Any) -> None:
+        self.awaited.append((device, operand))
+        await self.made.wait()
 
     async def sizes(self, hatch: Hatch, run: str, first: int, count: int, **told: Any) -> list[int | None]:
         self.asked += 1
@@ -60,7 +67,12 @@ class Served:
         self.server = Server({})
         await self.server.listen("tcp://127.0.0.1:0")
         await self.server
-        desk: Desk = {"cleave_push": self.keeper.push, "cleave_pull": self.keeper.pull, "sizes": self.keeper.sizes}
+        desk: Desk = {
+            "cleave_push": self.keeper.push,
+            "cleave_pull": self.keeper.pull,
+            "published": self.keeper.published,
+            "sizes": self.keeper.sizes,
+        }
 
         async def changed() -> None:
             self.changed.set()
@@ -103,6 +115,23 @@ def test_tiles_and_slices_go_through() -> None:
             assert answer["parts"][1].shape == (0, 200)
             assert isinstance(await said(comm, {"op": "cleave_clock"}), float)
             assert (await said(comm, {**PULL, "operand": 7}))["status"] == "uncaught-error"
+            comm.abort()
+
+    run(main())
+
+
+def test_a_slice_that_is_still_to_be_made_is_announced_when_it_is() -> None:
+    async def main() -> None:
+        async with Served() as served:
+            comm = await connect(served.porters.addresses[0], timeout=120)
+            await comm.write({**PULL, "op": "cleave_await", "device": "one"})
+            while not served.keeper.awaited:
+                await asyncio.sleep(0.01)
+            assert served.keeper.awaited == [("one", 1)]
+            served.keeper.made.set()
+            assert await comm.read() == COMING
+            answer = await comm.read()
+            assert np.array_equal(answer["parts"][0], TILE)
             comm.abort()
 
     run(main())
