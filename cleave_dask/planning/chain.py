@@ -7,8 +7,8 @@ unless it stays on the devices from gemms before. Then, E(x) being a time before
                 the step's begin, and once for whoever may have been told what to do meanwhile
     a resource  T >= t + all that gemms which begin at t or later move over it, or compute, over its speed, for every t
 
-Real devices do fetch ahead, weights of their first tiles (`runtime/fetching`): a step may be shorter than its bound by
-what that takes of its levels. No plan counts on it.
+Real devices do fetch ahead, weights of their first tiles (`runtime/fetching`), and begin those without waiting for
+their turn at the scheduler: a step may be shorter than its bound by what both take of its levels. No plan counts on it.
 """
 
 from __future__ import annotations

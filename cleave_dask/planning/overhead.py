@@ -52,7 +52,7 @@ class InStep:
 
     layout: Layout
     stages: Floats  # (3, devices): seconds down, in the multiplier, up, with all that the links carry
-    seconds: float  # until its last parcel is reported, if nothing runs beside it
+    seconds: float  # until the next may begin, if nothing runs beside it
     binding: str  # what decides them
     middle: dict[str, float]  # seconds of the scheduler, the server's links, its processes and shared cores
 

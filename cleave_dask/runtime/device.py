@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from distributed import Reschedule, Worker, get_worker
+from distributed import Reschedule, Status, Worker, get_worker
 from distributed.protocol import to_serialize
 from distributed.system import MEMORY_LIMIT
 
@@ -70,7 +70,7 @@ class DeviceRuntime:
         self.places = Gate(config.whole("device.window"), half / 2)
         self.turns = Gate(1, 0)  # at the multiplier
         self.fetcher = Fetcher(worker, self.links, SliceCache(min(chosen, half)))
-        self.early = EarlyTiles(self.fetcher, self._tile)
+        self.early = EarlyTiles(self.fetcher, self._early_tile)
         self.pushing = Ways(worker)
         self.multiplier = ThreadPoolExecutor(1, thread_name_prefix="cleave-multiply")
         self.clock = ServerClock()
@@ -115,6 +115,12 @@ class DeviceRuntime:
         if not await self.early.made(spec):
             with suppress(JobOver):
                 await self._tile(spec, server, parcel, rank, size)
+
+    async def _early_tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
+        """A tile that nobody has ordered yet, unless the owner wants the device meanwhile."""
+        if self.worker.status is not Status.running:
+            raise Reschedule
+        await self._tile(spec, server, parcel, rank, size)
 
     async def _tile(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         """Pull, multiply, push; several tiles at a time, so that all three go on side by side.

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from cleave_dask.runtime.fetching import Fetcher
 from cleave_dask.runtime.tiles import ParcelSpec, TileSpec, own_bytes
@@ -23,10 +25,21 @@ logger = logging.getLogger(__name__)
 ROOM = 0.25
 """Of what a device keeps of slices, what it asks for early; one tile whatever it needs."""
 
+RUNS = 8
+"""Of so many runs it is kept what has been ordered."""
+
 Place = tuple[str, int, int, int]
 """Run, step, job and number of a tile."""
 
 Make = Callable[[TileSpec, str, ParcelSpec, int, int], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """The tiles of one step that have been ordered."""
+
+    step: int
+    places: set[Place] = field(default_factory=set)
 
 
 class EarlyTiles:
@@ -36,7 +49,7 @@ class EarlyTiles:
         self._fetcher, self._make = fetcher, make
         self._begun: dict[Place, asyncio.Task[None]] = {}
         self._job: tuple[str, int, int] | None = None  # that they belong to
-        self._ordered: set[Place] = set()  # of the steps in flight
+        self._ordered: OrderedDict[str, _Ordered] = OrderedDict()  # of each run
 
     def begin(self, server: str, ordered: ParcelSpec, following: ParcelSpec) -> None:
         """A parcel was ordered: begin those that follow it, unless those begun before are still to be ordered.
@@ -50,8 +63,7 @@ class EarlyTiles:
                 return
             self.close()
         self._job = (following.run, following.step, following.job)
-        self._ordered = {place for place in self._ordered if place[0] != following.run or place[1] == following.step}
-        specs = [spec for spec in following.specs() if _place(spec) not in self._ordered]
+        specs = [spec for spec in following.specs() if _place(spec) not in self._orders(spec).places]
         room = ROOM * self._fetcher.cache.limit
         for rank, (spec, size) in enumerate(zip(specs, own_bytes(specs), strict=True), following.rank):
             room -= size
@@ -63,7 +75,7 @@ class EarlyTiles:
 
     async def made(self, spec: TileSpec) -> bool:
         """Whether a tile that has been ordered was begun early and is delivered; waits for it if it is under way."""
-        self._ordered.add(_place(spec))
+        self._orders(spec).places.add(_place(spec))
         task = self._begun.pop(_place(spec), None)
         if task is None:
             return False
@@ -80,6 +92,16 @@ class EarlyTiles:
             task.cancel()
         self._begun = {}
         self._fetcher.give_up()
+
+    def _orders(self, spec: TileSpec) -> _Ordered:
+        """What has been ordered of a tile's step; of steps before it nothing is kept, nor of runs long ago."""
+        found = self._ordered.pop(spec.run, None)
+        if found is None or found.step != spec.step:
+            found = _Ordered(spec.step)
+        self._ordered[spec.run] = found
+        if len(self._ordered) > RUNS:
+            self._ordered.popitem(last=False)
+        return found
 
     async def _make_early(self, spec: TileSpec, server: str, parcel: ParcelSpec, rank: int, size: int) -> None:
         await self._fetcher.ahead(server, spec, parcel.at_hand, rank, size)

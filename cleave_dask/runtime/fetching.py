@@ -39,7 +39,7 @@ class Fetcher:
         self.cache = cache
         self.ways = Ways(worker)
         self._worker, self._links = worker, links
-        self._awaiting = Pipeline(worker, self.ways)
+        self._awaiting = Pipeline(worker, self._announced)
         self._early: WeakSet[Asked] = WeakSet()  # what no tile has used yet
 
     def turn(self, spec: TileSpec, rank: int, size: int, *, filler: bool) -> AbstractAsyncContextManager[None]:
@@ -65,6 +65,7 @@ class Fetcher:
                 if any(map(_has_failed, asked)):
                     raise
                 came = [each for each in came if not _has_failed(each)]
+                await asyncio.sleep(0)  # the cache lets go of what has failed as soon as the loop turns
                 continue
             return operands, came
 
@@ -115,6 +116,14 @@ class Fetcher:
         """Ask for what the server will have."""
         call = partial(self._awaiting.call, server, "cleave_await", **question, device=str(self._worker.name))
         return await self._links.await_pull(call, _nbytes)
+
+    def _announced(self, *, coming: bool) -> None:
+        """A slice that was asked for ahead begins to come, or is here: until then no filler begins."""
+        if coming:
+            self.ways.hold()
+            self._links.down_meter.spoil()
+        else:
+            self.ways.release()
 
 
 async def _fetched(ask: Ask, name: SliceName) -> Array:

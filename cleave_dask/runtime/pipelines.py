@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from distributed import Worker
 from distributed.comm import Comm, CommClosedError
@@ -24,12 +24,20 @@ AT_LEAST = 2
 """Tiles that ask for operands at once, or send results, however large: one is under way while the other is answered."""
 
 
+class Announced(Protocol):
+    """What is called when the server says that an answer is coming, and when it is here or will not be."""
+
+    def __call__(self, *, coming: bool) -> None:
+        """From now on it is, or is not."""
+        ...
+
+
 class Pipeline:
     """One connection of a worker to a server, opened when it is first needed, and again after it broke."""
 
-    def __init__(self, worker: Worker, beside: Ways | None = None) -> None:
+    def __init__(self, worker: Worker, announced: Announced | None = None) -> None:
         self.worker = worker
-        self._beside = beside  # whose filler makes way for an answer that comes
+        self._announced = announced
         self._coming = False
         self._address = ""
         self._comm: Comm | None = None
@@ -63,15 +71,15 @@ class Pipeline:
             self.worker.rpc.reuse(self._address, comm)
         if self._reading is not None:
             self._reading.cancel()
-        self._make_way(coming=False)
+        self._hear(coming=False)
         while self._asked:
             waiting = self._asked.popleft()
             if not waiting.done():
                 waiting.set_exception(why or CommClosedError(f"the connection to {self._address} broke"))
 
-    def _make_way(self, *, coming: bool) -> None:
-        if coming != self._coming and self._beside is not None:
-            (self._beside.hold if coming else self._beside.release)()
+    def _hear(self, *, coming: bool) -> None:
+        if coming != self._coming and self._announced is not None:
+            self._announced(coming=coming)
         self._coming = coming
 
     async def _connected(self, server: str) -> Comm:
@@ -94,7 +102,7 @@ class Pipeline:
                     self._reading = None
                     self.close(error)
                 return
-            self._make_way(coming=told == COMING)
+            self._hear(coming=told == COMING)
             if self._coming:
                 continue
             answer = self._asked.popleft()

@@ -23,7 +23,7 @@ FILLER_DELAY = 8
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One server task: gather jobs, run ops, publish what others need, let go of what nobody needs any more."""
+    """What the server does in one go: gather jobs, run ops, publish what others need, free what nobody needs."""
 
     jobs: tuple[int, ...]  # numbers of the jobs whose outputs it gathers first
     steps: tuple[int, ...]  # positions in the graph's steps, in program order

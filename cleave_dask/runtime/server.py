@@ -2,8 +2,9 @@
 
     dask worker ADDRESS --host 127.0.0.1 --preload cleave_dask.runtime.server --nthreads 1 --memory-limit 0
 
-Weights, optimizer state and activations live in this process. Devices reach it with `cleave_pull` and `cleave_push`;
-the client with the other `cleave_*` calls; its own Dask tasks run the rounds of a step.
+Weights, optimizer state and activations live in this process. Devices reach it with `cleave_pull`, `cleave_await` and
+`cleave_push`; the client with the other `cleave_*` calls. A round of a step runs as soon as its tiles are in, at the
+latest when its Dask task asks for it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from cleave_dask.runtime.interpreter import Scope, run_gemm, run_op
 from cleave_dask.runtime.lowering import Lowered
 from cleave_dask.runtime.rounds import Job, Round
 from cleave_dask.runtime.server_checking import Checker
-from cleave_dask.runtime.server_gathering import Array, Gathering, operand_slice, tile_nbytes
+from cleave_dask.runtime.server_gathering import Array, Gathering, TileRejected, operand_slice, tile_nbytes
 from cleave_dask.runtime.tiles_in_flight import PassOnDisk
 
 _DRAWING = Lock()
@@ -78,8 +78,13 @@ class Pass:
 
     def published(self, job: int, operand: int) -> bool:
         """Whether the numbers of an operand are there, or its job is over, so that nobody waits for them."""
-        parts = self.job(job).gemm.inputs[operand].parts
-        return self._is_over(job) or all(part.name in self.values for part in parts)
+        return self._is_over(job) or self._has_operands(job, operand)
+
+    def _has_operands(self, job: int, *which: int) -> bool:
+        """Whether the numbers of these operands of a job are there, or of all."""
+        operands = self.job(job).gemm.inputs
+        some = [operands[each] for each in which] or operands
+        return all(part.name in self.values for operand in some for part in operand.parts)
 
     def _is_over(self, job: int) -> bool:
         """Whether all tiles of a job are here."""
@@ -90,8 +95,9 @@ class Pass:
         """The round of a job, if it can run and nobody has begun it."""
         number = self.lowered.schedule.round_of[job]
         this = self.lowered.schedule.rounds[number]
+        before = {*this.after, *(other for job in this.jobs for other in self.job(job).after)}
         with self._lock:
-            if number in self._outcomes or not all(self._done(other) for other in this.after):
+            if number in self._outcomes or not all(map(self._done, before)):
                 return None
         return number if all(map(self._is_over, this.jobs)) else None
 
@@ -112,6 +118,8 @@ class Pass:
 
     def accept(self, job: int, tile: int, arrays: Sequence[Array], *, check: bool) -> bool:
         """Take a tile; False if it is here already. Raises TileRejected if it is not what was asked for."""
+        if not self._has_operands(job) and not self._is_over(job):  # in this order: they go when it is over
+            raise TileRejected(f"tile {tile} of {self.job(job).gemm.name} came before its operands were made")
         return self.gathering(job).accept(tile, arrays, partial(self._right, job) if check else None)
 
     def gathering(self, job: int) -> Gathering:

@@ -59,7 +59,7 @@ class ParcelSpec:
     resumed: bool = False  # tiles of this step are on the server from before it was interrupted: ask first
     values: Values = ()
     kept: tuple[bool, ...] = ()  # operands of which its planned device has its part from gemms before; empty: of none
-    ahead: ParcelSpec | None = None  # of the next job: what its device may fetch while results of this one go up
+    ahead: ParcelSpec | None = None  # of the next job: what its device may begin while results of this one go up
     at_hand: tuple[bool, ...] = ()  # of what is fetched ahead: operands that the server has already
 
     @property

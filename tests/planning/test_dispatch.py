@@ -374,3 +374,7 @@ def test_a_parcel_that_was_begun_before_it_was_sent_says_only_that_a_device_is_s
     assert dispatcher.parcel_ready("slow", 100, "fresh", begun, 60.0) == "fresh"
     dispatcher.parcel_ended("slow", 69.0)
     assert dispatcher.pace > 2.0
+    for number in range(101, 121):
+        dispatcher.parcel_ready(number, number, "fresh", begun, float(number))
+        dispatcher.parcel_ended(number, number + 1e-3)
+    assert 1.0 <= dispatcher.pace < 1.5, "one that was slow once is not slow for ever"

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from distributed import Worker
+from distributed import Reschedule, Status, Worker
 from distributed.comm import Comm
 from distributed.core import Server
 from distributed.protocol import to_serialize
@@ -18,7 +19,8 @@ from distributed.protocol import to_serialize
 from cleave_dask.errors import StepError
 from cleave_dask.graph.ir import Range
 from cleave_dask.runtime.bells import Bell
-from cleave_dask.runtime.early import EarlyTiles
+from cleave_dask.runtime.device import DeviceRuntime
+from cleave_dask.runtime.early import RUNS, EarlyTiles
 from cleave_dask.runtime.fetching import Fetcher, JobOver
 from cleave_dask.runtime.operands import SliceCache, assembled, operand_slices
 from cleave_dask.runtime.shaping import Links
@@ -253,6 +255,26 @@ def test_what_has_been_ordered_is_not_begun_again() -> None:
             assert not pair.device.tiles
 
     run(main())
+
+
+def test_what_was_ordered_is_not_remembered_for_ever() -> None:
+    async def main() -> None:
+        async with Pair() as pair:
+            for number in range(3 * RUNS):
+                for step in (1, 2):
+                    assert await pair.made(replace(NEXT, run=f"product-{number}", step=step)) == [False] * 4
+            kept = pair.device.early._ordered
+            assert len(kept) == RUNS
+            assert all(each.step == 2 and len(each.places) == 4 for each in kept.values())
+
+    run(main())
+
+
+def test_a_device_whose_owner_wants_it_begins_nothing() -> None:
+    worker = SimpleNamespace(status=Status.paused)
+    early = DeviceRuntime._early_tile(cast("DeviceRuntime", SimpleNamespace(worker=worker)), *(cast("Any", None),) * 5)
+    with pytest.raises(Reschedule):
+        asyncio.run(early)
 
 
 def test_a_run_that_never_goes_on_does_not_hold_up_another() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cleave_dask.runtime.operands import assembled
+from cleave_dask.runtime.fetching import JobOver
+from cleave_dask.runtime.operands import assembled, operand_slices
 from cleave_dask.runtime.tiles import TileSpec
 from tests.runtime.test_early import NEXT, SIDE, B, Pair, Pull, run
 
@@ -60,6 +61,21 @@ def test_whoever_needs_what_filler_has_yet_to_ask_for_asks_itself() -> None:
                 assert np.array_equal(assembled(pieces[1]), B)
             assert np.array_equal((await waiting)[1], B)
             assert [job for job, *_ in pair.keeper.pulls] == [6] * OPERANDS, "and filler has it for nothing"
+
+    run(main())
+
+
+def test_a_piece_that_has_just_failed_is_asked_for_again() -> None:
+    """The cache lets go of it only when the event loop turns: whoever comes before must let it turn."""
+
+    async def main() -> None:
+        async with Pair() as pair:
+            fetcher, spec = pair.device.fetcher, replace(filler(), job=4)
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(JobOver("all tiles are delivered"))
+            fetcher.cache.add(operand_slices(spec)[1], failed)
+            pieces, _ = await fetcher.operands(pair.address, spec, filler=False)
+            assert np.array_equal(assembled(pieces[1]), B)
 
     run(main())
 

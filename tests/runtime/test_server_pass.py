@@ -17,7 +17,7 @@ from cleave_dask.graph.capture import flatten_batch
 from cleave_dask.graph.torch_ops import resolve
 from cleave_dask.runtime import interpreter, server_pass
 from cleave_dask.runtime.rounds import following
-from cleave_dask.runtime.server_gathering import Attempt, Gathering
+from cleave_dask.runtime.server_gathering import Attempt, Gathering, TileRejected
 from cleave_dask.runtime.server_mending import mend
 from cleave_dask.runtime.server_pass import Pass
 from cleave_dask.runtime.tiles import TileSpec, slice_names
@@ -324,3 +324,25 @@ def test_whoever_asks_for_a_job_that_is_over_hears_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "multiply", and_ask_again)
     assert run.step(BATCHES[0])["loss"] != calm, "another update"
     assert over[True], "operands that nobody needs any more are gone"
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "believed"])
+def test_a_tile_cannot_come_before_its_operands(check: bool) -> None:
+    """Nobody can have multiplied what is not made yet; and unchecked it would stay."""
+    run = local()
+    first = begin(run, BATCHES[0])
+    training = run.training
+    assert training.lowered is not None
+    later = next(
+        number
+        for number, job in enumerate(training.lowered.skeleton.jobs)
+        if number != first.job
+        and job.after
+        and not all(training.pass_of(first.step).published(number, operand) for operand in range(2))
+    )
+    nbytes = training.tile_nbytes(first.step, later, 0)
+    assert nbytes is not None
+    made = [torch.zeros(nbytes // 4).numpy()]
+    attempt = Attempt("device", 0.0, 0.0)
+    with pytest.raises(TileRejected, match="before its operands"):
+        training.accept(first.step, later, 0, made, attempt, check=check)
