@@ -305,11 +305,8 @@ class Dispatcher:
         seconds = now - max(state.since, this.sent)
         self._lateness.shown(device, state, seconds, this.cost)
         ratio = seconds / this.cost
-        known = self.pace if state.pace is None else state.pace
-        if this.work.begun and device == this.planned and ratio < known:  # how much was done before is not known here
-            if state.pace is None or known <= 1.0:
-                return
-            ratio = max(ratio, 1.0)  # but it is no longer slow
+        if this.work.begun and device == this.planned:  # how much of it was done before is not known here
+            ratio = max(ratio, min(1.0, self.pace if state.pace is None else state.pace))
         self._paced(device, state, ratio if state.pace is None else (1 - MEMORY) * state.pace + MEMORY * ratio)
         share = MEMORY / max(1, len(self._devices))
         self._waiting.pace = (1 - share) * self.pace + share * min(ratio, 100.0)
