@@ -103,6 +103,7 @@ class SliceCache:
     limit: int  # bytes
     held: OrderedDict[Need, asyncio.Future[Array]] = field(default_factory=OrderedDict)
     bytes: int = 0
+    _sizes: dict[Need, int] = field(default_factory=dict)  # bytes of what has arrived and is counted
     _matrices: dict[Matrix, list[Need]] = field(default_factory=dict)  # what is held of each
     _newest: dict[str, int] = field(default_factory=dict)  # step, by run
 
@@ -146,10 +147,9 @@ class SliceCache:
 
     def drop(self, need: Need) -> None:
         """Let go of a slice."""
-        gone = self.held.pop(need)
+        del self.held[need]
         self._forget(need)
-        if gone.done() and not gone.cancelled() and gone.exception() is None:
-            self.bytes -= gone.result().nbytes
+        self.bytes -= self._sizes.pop(need, 0)
 
     def _forget(self, need: Need) -> None:
         held = self._matrices[need.matrix]
@@ -164,13 +164,14 @@ class SliceCache:
             del self.held[need]
             self._forget(need)
             return
-        self.bytes += done.result().nbytes
+        self._sizes[need] = done.result().nbytes
+        self.bytes += self._sizes[need]
         if self.bytes <= self.limit:
             return
         for other in sorted(self.held, key=lambda other: other.shared):  # stable: the least used first
             if self.bytes <= self.limit:
                 break
-            if other != need and self.held[other].done():
+            if other != need and other in self._sizes:
                 self.drop(other)
 
 

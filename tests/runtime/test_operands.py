@@ -68,6 +68,21 @@ def test_slices_are_put_together_from_pieces(slices: list[tuple[Span, Span, bool
     asyncio.run(check())
 
 
+def test_what_arrives_at_the_same_moment_is_counted_before_it_goes() -> None:
+    async def check() -> None:
+        cache = SliceCache(300)
+        needs = [operand_slices(spec((start, start + 5), (0, 1), (0, 10)))[0] for start in (0, 5)]
+        futures: list[asyncio.Future[np.ndarray]] = [asyncio.get_running_loop().create_future() for _ in needs]
+        for need, arriving in zip(needs, futures, strict=True):
+            cache.add(need, arriving)
+        for need, arriving in zip(needs, futures, strict=True):
+            arriving.set_result(read(need))
+        await asyncio.sleep(0)
+        assert cache.bytes == sum(held.result().nbytes for held in cache.held.values()) == 400
+
+    asyncio.run(check())
+
+
 def test_what_later_gemms_need_is_the_last_to_go() -> None:
     async def check() -> None:
         values: Values = ((5, False), (6, False))
