@@ -110,7 +110,7 @@ def test_bfloat16_on_the_wire_halves_the_bytes_and_follows_torch(client: Client)
     assert half["rejected"] == 0
     assert half["loss"] != wide["loss"]
     for way in ("down_bytes", "up_bytes"):  # the logsumexp of an attention stays as it is;
-        assert 0.47 < half[way] / wide[way] < 0.54, "who makes a tile differs from step to step, and so do slices"
+        assert 0.45 < half[way] / wide[way] < 0.55, "who makes a tile differs from step to step, and so do slices"
     with pytest.raises(InputError, match="cannot travel as 'int4'"):
         Trainer(module, optimizer, client, wire="int4")
 
