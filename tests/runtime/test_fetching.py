@@ -1,4 +1,4 @@
-"""Filler never begins beside what others wait for, on either way of a link."""
+"""Filler asks for nothing beside what others wait for, and makes way for what is coming."""
 
 from __future__ import annotations
 
